@@ -1,0 +1,1 @@
+"""What crosses a process boundary: ids, specs, events, error kinds, and the link that carries them."""

@@ -1,0 +1,39 @@
+"""Identifiers. A sandbox id encodes its edge, so that any apiserver routes without a look-up (report, 3)."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
+EDGE_NAME = re.compile(r"[a-z0-9]([a-z0-9]{0,14}[a-z0-9])?")
+_SANDBOX_ID = re.compile(r"sb-(?P<edge>[a-z0-9]{1,16})-(?P<random>[0-9a-z]{12})")
+_EXEC_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+def _random(length: int) -> str:
+    number = secrets.randbits(5 * length)
+    return "".join(_ALPHABET[(number >> (5 * i)) & 31] for i in range(length))
+
+
+def new_sandbox_id(edge: str) -> str:
+    """`sb-<edge>-<12 random characters>`; 60 random bits."""
+    return f"sb-{edge}-{_random(12)}"
+
+
+def edge_of(sandbox_id: str) -> str | None:
+    """The edge a sandbox id names, or None when it is no sandbox id."""
+    match = _SANDBOX_ID.fullmatch(sandbox_id)
+    return match["edge"] if match else None
+
+
+def new_exec_id() -> str:
+    return f"ex-{_random(16)}"
+
+
+def valid_exec_id(exec_id: str) -> bool:
+    return _EXEC_ID.fullmatch(exec_id) is not None
+
+
+def new_request_id() -> str:
+    return f"rq-{_random(12)}"

@@ -1,0 +1,291 @@
+"""Requests and results as frozen structs: the same types in the SDK, the apiserver and the edge.
+
+JSON (HTTP) and msgpack (link) encodings are msgspec's own for these types; `bytes` is base64 in JSON and bin in msgpack.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+import msgspec
+
+
+class State(str, Enum):
+    """Lifecycle: creating -> running <-> paused -> stopping -> stopped(reason), and failed(reason)."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Reason(str, Enum):
+    """Why a sandbox ended: a closed set."""
+
+    USER = "user"
+    TTL_IDLE = "ttl_idle"
+    TTL_TOTAL = "ttl_total"
+    JOB_END = "job_end"
+    OOM = "oom"
+    DISK_FULL = "disk_full"
+    PIDS = "pids"
+    AGENT_LOST = "agent_lost"
+    EDGE_RESTART = "edge_restart"
+    NODE_LOST = "node_lost"
+    EVICTED = "evicted"
+    CREATE_FAILED = "create_failed"
+
+
+class DSecContainerRunArgs(msgspec.Struct, frozen=True, kw_only=False):
+    """What a container sandbox is made from. Every field has a default.
+
+    container_image: the base layer, `name@version` or `name@sha256:...`; layers: workspaces, then toolkits, on top of it.
+    cpu_cores_limit in cores, *_limit_mb in MiB, ttl_* in seconds (None: never). ttl_running_stop counts idle seconds: a
+    foreground command is activity, a detached one is not. network_rules: mirror or domain name -> allowed; nothing else is
+    reachable. qos: best_effort runs at idle priority beside latency_sensitive (report, 5).
+    """
+
+    container_image: str | None = None
+    layers: tuple[str, ...] = msgspec.field(default=())
+    cpu_cores_limit: float = 1
+    memory_limit_mb: int = 1024
+    disk_limit_mb: int = 4096
+    pids_limit: int = 512
+    ttl_running_stop: float | None = 1800
+    ttl_total: float | None = None
+    network_rules: dict[str, bool] = {}
+    init_user: str = "root"
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    labels: dict[str, str] = {}
+    qos: Literal["best_effort", "latency_sensitive"] = "best_effort"
+    idempotency_key: str | None = None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    cpu_cores: float
+    memory_mb: int
+    disk_mb: int
+    pids: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a sandbox uses now. Bytes, seconds of CPU time, counts; disk_bytes and peaks are -1 where the kernel cannot tell."""
+
+    memory_bytes: int = 0
+    memory_peak_bytes: int = -1
+    cpu_s: float = 0.0
+    pids: int = 0
+    disk_bytes: int = -1
+    oom_kills: int = 0
+    pids_hits: int = 0
+
+
+class Network(msgspec.Struct, frozen=True):
+    """rules as asked; enforced: name -> "allowed" | "refused: why"; mode names the mechanism ("none": no route, no names)."""
+
+    mode: str
+    rules: dict[str, bool]
+    enforced: dict[str, str]
+
+
+class SandboxInfo(msgspec.Struct, frozen=True):
+    """created_at is Unix seconds. layers are the resolved `name@sha256:...` references, base first."""
+
+    id: str
+    backend: str
+    state: State
+    reason: Reason | None
+    created_at: float
+    labels: dict[str, str]
+    limits: Limits
+    usage: Usage
+    layers: tuple[str, ...]
+    network: Network
+    edge: str
+    incarnation: int
+    detail: str = ""
+
+
+class Created(msgspec.Struct, frozen=True):
+    """Answer to a creation: enough to use the sandbox without asking again."""
+
+    id: str
+    incarnation: int
+    edge: str
+    create_ms: float
+
+
+class CreateOutcome(msgspec.Struct, frozen=True):
+    """One line of the NDJSON answer to a burst: which of the asked ones, and what became of it."""
+
+    index: int
+    created: Created | None = None
+    error: dict[str, object] | None = None
+
+
+class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One command. argv, or line (run by the image's bash, else sh, as `-c line`), never both.
+
+    timeout and idle_timeout in seconds; max_output_bytes per stream; the same exec_id again attaches to the first run.
+    detached: the reply comes at once and the command is no activity. stdin None means /dev/null;
+    stdin_open keeps a pipe open for later writes.
+    """
+
+    exec_id: str
+    argv: tuple[bytes, ...] = ()
+    line: bytes | None = None
+    cwd: bytes | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+    stdin: bytes | None = None
+    stdin_open: bool = False
+    timeout: float | None = 600
+    idle_timeout: float | None = None
+    max_output_bytes: int = 16 * 1024 * 1024
+    merge_stderr: bool = False
+    detached: bool = False
+
+
+class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended; the output travels beside it. reason names a limit that ended it ("oom"), with `detail`."""
+
+    exec_id: str
+    exit_code: int
+    signal: str | None = None
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    timed_out: Literal["deadline", "idle"] | None = None
+    duration_s: float = 0.0
+    incarnation: int = 0
+    reason: str | None = None
+    detail: str = ""
+
+
+class ExecReply(msgspec.Struct, frozen=True, kw_only=True):
+    """HTTP answer of `POST .../exec`: done is None when `wait_s` ran out first (ask again with the same exec_id)."""
+
+    done: ExecDone | None
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    exec_id: str
+    argv: tuple[bytes, ...]
+    running: bool
+    started_at: float
+    detached: bool = False
+    pid: int = 0
+    exit_code: int | None = None
+    signal: str | None = None
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+
+
+class FileKind(str, Enum):
+    FILE = "file"
+    DIRECTORY = "directory"
+    SYMLINK = "symlink"
+    FIFO = "fifo"
+    SOCKET = "socket"
+    CHAR_DEVICE = "char_device"
+    BLOCK_DEVICE = "block_device"
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """path is bytes as the kernel has it; mode is the permission bits; mtime Unix seconds."""
+
+    path: bytes
+    kind: FileKind
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime: float
+    target: bytes | None = None
+
+
+class ChangeKind(str, Enum):
+    """write: a regular file, new or changed; delete: the path is gone; the others appeared or changed kind."""
+
+    WRITE = "write"
+    DELETE = "delete"
+    MKDIR = "mkdir"
+    SYMLINK = "symlink"
+    SPECIAL = "special"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One difference from the layers. path is relative to /, bytes. digest is blake3 hex of data; data None when over the cap."""
+
+    path: bytes
+    kind: ChangeKind
+    mode: int = 0
+    uid: int = 0
+    gid: int = 0
+    size: int = 0
+    digest: str = ""
+    data: bytes | None = None
+    target: bytes | None = None
+    opaque: bool = False
+
+
+class ChangeSet(msgspec.Struct, frozen=True):
+    """truncated: more changed than the caps allow to carry; the list of paths is complete, the data is not."""
+
+    changes: tuple[Change, ...]
+    truncated: bool = False
+
+
+class LayerRef(msgspec.Struct, frozen=True):
+    """A published layer. str(ref) is `name@version`; digest is `sha256:...` of its manifest."""
+
+    name: str
+    version: str
+    digest: str
+    kind: Literal["base", "workspace", "toolkit"] = "base"
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class Capability(msgspec.Struct, frozen=True):
+    """One thing this installation can or cannot do, and what to do about it."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    version: str
+    backends: dict[str, bool]
+    features: tuple[Capability, ...]
+    limits: dict[str, int]
+
+
+class EdgeStatus(msgspec.Struct, frozen=True):
+    """One edge's beat: load by state, limits of admission, memory of the node in bytes."""
+
+    edge: str
+    epoch: int
+    version: str
+    started_at: float
+    sandboxes: dict[str, int]
+    max_sandboxes: int
+    creating: int
+    queued: int
+    memory_available: int
+    memory_total: int
+    disk_free: int
+    created_total: int = 0
+    failed_total: int = 0
+    features: tuple[Capability, ...] = ()
