@@ -1,0 +1,117 @@
+"""The bytes of the link: preamble and frames, without any I/O. docs/link.md describes them byte by byte."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+MAGIC = b"\xd5ECLK\x01\r\n"
+PREAMBLE_SIZE = 32
+MAX_PAYLOAD = 1024 * 1024
+MAX_NOTE = 64 * 1024
+MAX_PING = 64
+DATA_CHUNK = 64 * 1024 - 1  # one byte of a DATA payload is the channel
+STREAM_CREDIT = 256 * 1024
+CONNECTION_CREDIT = 4 * 1024 * 1024
+MAX_GARBAGE = 1024 * 1024
+
+_HEAD = struct.Struct("<IBI")
+_PREAMBLE = struct.Struct("<8s16sQ")
+
+
+class FrameType(IntEnum):
+    OPEN = 1
+    DATA = 2
+    END = 3
+    REPLY = 4
+    ERROR = 5
+    CREDIT = 6
+    CANCEL = 7
+    PING = 8
+    PONG = 9
+    NOTE = 10
+
+
+_LIMITS = {
+    FrameType.OPEN: (1, MAX_PAYLOAD),
+    FrameType.DATA: (1, MAX_PAYLOAD),
+    FrameType.END: (0, 0),
+    FrameType.REPLY: (1, MAX_PAYLOAD),
+    FrameType.ERROR: (1, MAX_PAYLOAD),
+    FrameType.CREDIT: (4, 4),
+    FrameType.CANCEL: (0, 0),
+    FrameType.PING: (0, MAX_PING),
+    FrameType.PONG: (0, MAX_PING),
+    FrameType.NOTE: (1, MAX_NOTE),
+}
+
+
+class ProtocolError(Exception):
+    """The peer broke the rules of docs/link.md; the connection is closed."""
+
+
+def pack_preamble(nonce: bytes, epoch: int) -> bytes:
+    return _PREAMBLE.pack(MAGIC, nonce, epoch)
+
+
+def pack_frame(kind: FrameType, stream: int, payload: bytes = b"") -> bytes:
+    return _HEAD.pack(5 + len(payload), kind, stream) + payload
+
+
+class PreambleReader:
+    """Finds the next preamble in a byte stream, dropping what comes before its magic."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._dropped = 0
+
+    def feed(self, data: bytes) -> tuple[bytes, int] | None:
+        """(nonce, epoch) once a preamble is complete; the bytes after it are in `rest()`."""
+        self._buffer += data
+        found = self._buffer.find(MAGIC)
+        # Without the magic, all but the last 7 bytes can never become part of one.
+        drop = found if found >= 0 else max(0, len(self._buffer) - len(MAGIC) + 1)
+        if drop:
+            del self._buffer[:drop]
+            self._dropped += drop
+            if self._dropped > MAX_GARBAGE:
+                raise ProtocolError("no preamble in the first MiB")
+        if found < 0 or len(self._buffer) < PREAMBLE_SIZE:
+            return None
+        _, nonce, epoch = _PREAMBLE.unpack_from(self._buffer)
+        del self._buffer[:PREAMBLE_SIZE]
+        return nonce, epoch
+
+    def rest(self) -> bytes:
+        """The bytes after the last preamble; the reader is empty then."""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        return rest
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, checking length and type before anything is kept."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
+        """All complete frames as (type, stream id, payload)."""
+        buffer = self._buffer
+        buffer += data
+        frames: list[tuple[int, int, bytes]] = []
+        position = 0
+        end = len(buffer)
+        with memoryview(buffer) as view:
+            while end - position >= 9:
+                length, kind, stream = _HEAD.unpack_from(buffer, position)
+                low, high = _LIMITS.get(kind, (1, -1))
+                if not low <= length - 5 <= high:
+                    raise ProtocolError(f"frame of type {kind} with length {length}")
+                if end - position < 4 + length:
+                    break
+                frames.append((kind, stream, bytes(view[position + 9 : position + 4 + length])))
+                position += 4 + length
+        if position:
+            del buffer[:position]
+        return frames

@@ -1,0 +1,625 @@
+"""Link over asyncio: requests, byte streams and events, multiplexed over one connection (docs/link.md).
+
+The client side opens streams (`LinkClient`), the server side answers them (`LinkServer`, one `Call` each). A failure that
+has a kind is a `Fault` on both sides; a lost connection is a `Fault` of kind `connection_lost` at every open stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NamedTuple, TypeVar, overload
+
+import msgspec
+
+from .errors import ErrorBody, ErrorKind, Fault
+from .frames import (
+    CONNECTION_CREDIT,
+    DATA_CHUNK,
+    STREAM_CREDIT,
+    FrameReader,
+    FrameType,
+    PreambleReader,
+    ProtocolError,
+    pack_frame,
+    pack_preamble,
+)
+
+T = TypeVar("T")
+CONNECT_TIMEOUT = 5.0
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
+_U32 = 4
+
+
+class _Open(msgspec.Struct):
+    m: str
+    p: msgspec.Raw
+
+
+_open_decoder = msgspec.msgpack.Decoder(_Open)
+_error_decoder = msgspec.msgpack.Decoder(ErrorBody)
+
+
+def decode(payload: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """msgpack to a type; malformed or mistyped input is a `Fault` that names the field."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(payload)  # type: ignore[return-value]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Fault(ErrorKind.INVALID, f"malformed message: {error}") from error
+
+
+class Data(NamedTuple):
+    channel: int
+    data: bytes
+
+
+class Note(NamedTuple):
+    payload: bytes
+
+    def decode(self, kind: type[T]) -> T:
+        return decode(self.payload, kind)
+
+
+def _lost(message: str) -> Fault:
+    return Fault(ErrorKind.CONNECTION_LOST, message, retryable=True, hint="the peer is gone; try again")
+
+
+class _Flow:
+    """One end of one stream: credit both ways and the queue of what arrived."""
+
+    def __init__(self, connection: _Connection, stream_id: int) -> None:
+        self.connection = connection
+        self.id = stream_id
+        self.send_credit = STREAM_CREDIT
+        self._unacked = 0
+        self.items: deque[Data | Note] = deque()
+        self.ended = False  # no more items will come
+        self.failure: Fault | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    def push(self, item: Data | Note) -> None:
+        self.items.append(item)
+        self.notify()
+
+    def finish(self, failure: Fault | None = None) -> None:
+        self.ended = True
+        self.failure = self.failure or failure
+        self.notify()
+
+    def notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def wait(self) -> None:
+        """Until something changes on this stream (an item, its end, or credit)."""
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def consumed(self, data: Data) -> None:
+        """Gives credit back for an item that left the queue."""
+        size = 1 + len(data.data)
+        self.connection.give_back(size)
+        self._unacked += size
+        if self._unacked >= STREAM_CREDIT // 4 and not self.ended:
+            self.connection.write(FrameType.CREDIT, self.id, self._unacked.to_bytes(_U32, "little"))
+            self._unacked = 0
+
+    def drop(self) -> None:
+        """Forgets what is queued; its bytes still give connection credit back."""
+        while self.items:
+            item = self.items.popleft()
+            if isinstance(item, Data):
+                self.connection.give_back(1 + len(item.data))
+
+
+class _Connection(asyncio.Protocol):
+    """Frames on one transport; the two sides differ in who opens streams."""
+
+    def __init__(self) -> None:
+        self.flows: dict[int, _Flow] = {}
+        self.transport: asyncio.Transport | None = None
+        self.closed: Fault | None = None
+        self.send_credit = CONNECTION_CREDIT
+        self._unacked = 0
+        self._reader = FrameReader()
+        self._preamble: PreambleReader | None = PreambleReader()
+        self._out: list[bytes] = []
+        self._flush_scheduled = False
+        self._paused = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._loop = asyncio.get_running_loop()
+
+    # -- transport callbacks --
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._preamble is not None:
+                found = self._preamble.feed(data)
+                while found is not None and not self.accept(*found):
+                    found = self._preamble.feed(b"")
+                if found is None:
+                    return
+                data = self._preamble.rest()
+                self._preamble = None
+            for kind, stream, payload in self._reader.feed(data):
+                self.on_frame(kind, stream, payload)
+        except ProtocolError as error:
+            self.close(_lost(f"protocol error: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.close(_lost(str(error) if error else "connection closed by the peer"))
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._wake_senders()
+
+    # -- for subclasses --
+
+    def accept(self, nonce: bytes, epoch: int) -> bool:
+        raise NotImplementedError
+
+    def on_open(self, stream: int, payload: bytes) -> None:
+        raise ProtocolError("OPEN from the server side")
+
+    def on_final(self, kind: int, stream: int, payload: bytes) -> None:
+        raise ProtocolError("REPLY from the client side")
+
+    def on_cancel(self, stream: int) -> None:
+        raise ProtocolError("CANCEL from the server side")
+
+    def known(self, stream: int) -> bool:
+        raise NotImplementedError
+
+    # -- frames --
+
+    def on_frame(self, kind: int, stream: int, payload: bytes) -> None:
+        flow = self.flows.get(stream)
+        if kind == FrameType.DATA:
+            if flow is not None and not flow.ended:
+                flow.push(Data(payload[0], payload[1:]))
+            elif flow is not None or self.known(stream):
+                self.give_back(len(payload))
+            else:
+                raise ProtocolError(f"DATA on unknown stream {stream}")
+        elif kind == FrameType.OPEN:
+            self.on_open(stream, payload)
+        elif kind in (FrameType.REPLY, FrameType.ERROR):
+            self.on_final(kind, stream, payload)
+        elif kind == FrameType.CREDIT:
+            amount = int.from_bytes(payload, "little")
+            if stream == 0:
+                self.send_credit += amount
+            elif flow is not None:
+                flow.send_credit += amount
+            self._wake_senders()
+        elif kind == FrameType.NOTE:
+            if flow is not None:
+                flow.push(Note(payload))
+        elif kind == FrameType.END:
+            if flow is not None:
+                flow.finish()
+        elif kind == FrameType.CANCEL:
+            self.on_cancel(stream)
+        elif kind == FrameType.PING:
+            self.write(FrameType.PONG, 0, payload)
+
+    def write(self, kind: FrameType, stream: int, payload: bytes = b"") -> None:
+        if self.closed is None:
+            self.write_raw(pack_frame(kind, stream, payload))
+
+    def write_raw(self, data: bytes) -> None:
+        """Queues bytes; everything of one turn of the loop leaves in one system call."""
+        self._out.append(data)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._out and self.transport is not None and self.closed is None:
+            self.transport.write(b"".join(self._out))
+        self._out.clear()
+
+    def give_back(self, size: int) -> None:
+        self._unacked += size
+        if self._unacked >= CONNECTION_CREDIT // 4:
+            self.write(FrameType.CREDIT, 0, self._unacked.to_bytes(_U32, "little"))
+            self._unacked = 0
+
+    def _wake_senders(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def send_data(self, flow: _Flow, data: bytes, channel: int) -> None:
+        """DATA in frames of at most 64 KiB, each when stream, connection and transport have room."""
+        view = memoryview(data)
+        for start in range(0, len(view), DATA_CHUNK):
+            chunk = view[start : start + DATA_CHUNK]
+            size = 1 + len(chunk)
+            while self.closed is None and (self._paused or flow.send_credit < size or self.send_credit < size):
+                if self.flows.get(flow.id) is not flow:
+                    raise _lost("the stream was closed by the peer")
+                waiter = self._loop.create_future()
+                self._waiters.append(waiter)
+                await waiter
+            if self.closed is not None:
+                raise self.closed
+            if self.flows.get(flow.id) is not flow:
+                raise _lost("the stream was closed by the peer")
+            flow.send_credit -= size
+            self.send_credit -= size
+            self.write(FrameType.DATA, flow.id, bytes((channel,)) + bytes(chunk))
+
+    def close(self, why: Fault | None = None) -> None:
+        if self.closed is not None:
+            return
+        self._flush()
+        self.closed = why or _lost("connection closed")
+        if self.transport is not None:
+            self.transport.close()
+        flows, self.flows = self.flows, {}
+        for flow in flows.values():
+            self.on_flow_lost(flow, self.closed)
+        self._wake_senders()
+        self.on_closed()
+
+    def on_flow_lost(self, flow: _Flow, why: Fault) -> None:
+        flow.finish(why)
+
+    def on_closed(self) -> None:
+        pass
+
+
+class LinkStream:
+    """A request of ours: what it sends back, what we send it, and its result."""
+
+    def __init__(self, connection: _ClientConnection, flow: _Flow) -> None:
+        self._connection = connection
+        self._flow = flow
+        self._result: bytes | None = None
+
+    def _final(self, kind: int, payload: bytes) -> None:
+        if kind == FrameType.REPLY:
+            self._result = payload
+            self._flow.finish()
+        else:
+            try:
+                body = _error_decoder.decode(payload)
+            except (msgspec.DecodeError, RecursionError) as error:
+                body = ErrorBody(kind=ErrorKind.INTERNAL, message=f"unreadable error from the peer: {error}")
+            self._flow.finish(Fault.from_body(body))
+
+    async def send(self, data: bytes, channel: int = 0) -> None:
+        await self._connection.send_data(self._flow, data, channel)
+
+    async def end(self) -> None:
+        """No more data from this side."""
+        self._connection.write(FrameType.END, self._flow.id)
+
+    async def __aiter__(self) -> AsyncIterator[Data | Note]:
+        """What arrives, until the result; a failure is raised by `result`."""
+        flow = self._flow
+        while True:
+            while flow.items:
+                item = flow.items.popleft()
+                if isinstance(item, Data):
+                    flow.consumed(item)
+                yield item
+            if flow.ended:
+                return
+            await flow.wait()
+
+    @overload
+    async def result(self) -> bytes: ...
+    @overload
+    async def result(self, kind: type[T]) -> T: ...
+    async def result(self, kind: type[T] | None = None) -> T | bytes:
+        """The reply, decoded when a type is given; what arrived before it and was not read is dropped."""
+        flow = self._flow
+        while not flow.ended:
+            await flow.wait()
+            if not flow.ended:
+                flow_items = len(flow.items)
+                for _ in range(flow_items):
+                    item = flow.items.popleft()
+                    if isinstance(item, Data):
+                        flow.consumed(item)
+        flow.drop()
+        if flow.failure is not None:
+            raise flow.failure
+        assert self._result is not None
+        return self._result if kind is None else decode(self._result, kind)
+
+    def cancel(self) -> None:
+        """We no longer listen. Harmless when the result is there already."""
+        if not self._flow.ended:
+            self._connection.write(FrameType.CANCEL, self._flow.id)
+            self._connection.flows.pop(self._flow.id, None)
+            self._flow.finish(Fault(ErrorKind.CONNECTION_LOST, "cancelled"))
+        self._flow.drop()
+
+
+class _ClientConnection(_Connection):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self._nonce = secrets.token_bytes(16)
+        self._epoch = epoch
+        self._next = 1
+        self.streams: dict[int, LinkStream] = {}
+        self.ready: asyncio.Future[int] = self._loop.create_future()
+        self.lost: asyncio.Future[Fault] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.write_raw(pack_preamble(self._nonce, self._epoch))
+
+    def accept(self, nonce: bytes, epoch: int) -> bool:
+        if nonce != self._nonce:
+            return False
+        if not self.ready.done():
+            self.ready.set_result(epoch)
+        return True
+
+    def known(self, stream: int) -> bool:
+        return 0 < stream < self._next
+
+    def on_final(self, kind: int, stream: int, payload: bytes) -> None:
+        self.flows.pop(stream, None)
+        final = self.streams.pop(stream, None)
+        if final is not None:
+            final._final(kind, payload)
+            self._wake_senders()
+        elif not self.known(stream):
+            raise ProtocolError(f"REPLY on unknown stream {stream}")
+
+    def open(self, method: str, params: object) -> LinkStream:
+        if self.closed is not None:
+            raise self.closed
+        stream_id = self._next
+        self._next += 2
+        flow = _Flow(self, stream_id)
+        self.flows[stream_id] = flow
+        stream = self.streams[stream_id] = LinkStream(self, flow)
+        payload = _encoder.encode({"m": method, "p": params})
+        try:
+            self.write(FrameType.OPEN, stream_id, _bounded(payload, method))
+        except Fault:
+            del self.flows[stream_id], self.streams[stream_id]
+            raise
+        return stream
+
+    def on_flow_lost(self, flow: _Flow, why: Fault) -> None:
+        self.streams.pop(flow.id, None)
+        super().on_flow_lost(flow, why)
+
+    def on_closed(self) -> None:
+        assert self.closed is not None
+        if not self.ready.done():
+            self.ready.set_exception(self.closed)
+        if not self.lost.done():
+            self.lost.set_result(self.closed)
+
+
+def _bounded(payload: bytes, what: str) -> bytes:
+    from .frames import MAX_PAYLOAD
+
+    if len(payload) > MAX_PAYLOAD:
+        raise Fault(
+            ErrorKind.TOO_LARGE,
+            f"{what}: a message of {len(payload)} bytes is over the link's {MAX_PAYLOAD}",
+            hint="send large contents as a file or through stdin",
+        )
+    return payload
+
+
+class LinkClient:
+    """The connecting side. Cheap to call; safe for any number of concurrent streams."""
+
+    def __init__(self, connection: _ClientConnection) -> None:
+        self._connection = connection
+
+    @classmethod
+    async def connect_unix(cls, path: str | os.PathLike[str], epoch: int = 0) -> LinkClient:
+        """Connects and exchanges preambles; Fault connection_lost when nobody answers within 5 s."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch), os.fspath(path))
+                await connection.ready
+        except (OSError, TimeoutError) as error:
+            raise _lost(f"cannot reach {os.fspath(path)}: {error or 'no answer'}") from error
+        return cls(connection)
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.closed is not None
+
+    @property
+    def lost(self) -> asyncio.Future[Fault]:
+        """Done when the connection is gone, with the reason."""
+        return self._connection.lost
+
+    async def open(self, method: str, params: object) -> LinkStream:
+        return self._connection.open(method, params)
+
+    @overload
+    async def call(self, method: str, params: object) -> bytes: ...
+    @overload
+    async def call(self, method: str, params: object, kind: type[T]) -> T: ...
+    async def call(self, method: str, params: object, kind: type[T] | None = None) -> T | bytes:
+        """One request, one reply; Fault on failure. A cancelled caller cancels the stream."""
+        stream = self._connection.open(method, params)
+        try:
+            return await (stream.result() if kind is None else stream.result(kind))
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+
+    async def close(self) -> None:
+        self._connection.close()
+
+
+class Call:
+    """A request of the peer, in the hands of a handler."""
+
+    def __init__(self, connection: _ServerConnection, flow: _Flow, method: str, params: msgspec.Raw) -> None:
+        self._connection = connection
+        self._flow = flow
+        self.method = method
+        self.raw = params
+
+    def params(self, kind: type[T]) -> T:
+        return decode(self.raw, kind)
+
+    async def send(self, data: bytes, channel: int = 0) -> None:
+        """Stream bytes to the caller, as its credit allows; raises when the caller is gone."""
+        await self._connection.send_data(self._flow, data, channel)
+
+    def note(self, event: object) -> None:
+        self._connection.write(FrameType.NOTE, self._flow.id, _encoder.encode(event))
+
+    def note_raw(self, payload: bytes) -> None:
+        self._connection.write(FrameType.NOTE, self._flow.id, payload)
+
+    async def data(self) -> AsyncIterator[bytes]:
+        """Bytes from the caller until its END; raises Fault connection_lost when it went away before."""
+        flow = self._flow
+        while True:
+            while flow.items:
+                item = flow.items.popleft()
+                if isinstance(item, Data):
+                    flow.consumed(item)
+                    yield item.data
+            if flow.failure is not None:
+                raise flow.failure
+            if flow.ended:
+                return
+            await flow.wait()
+
+
+Handler = Callable[[Call], Awaitable[object]]
+RAW_REPLY = msgspec.Raw
+
+
+class _ServerConnection(_Connection):
+    def __init__(self, server: LinkServer) -> None:
+        super().__init__()
+        self._server = server
+        self._last = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        server.connections.add(self)
+
+    def accept(self, nonce: bytes, epoch: int) -> bool:
+        self.write_raw(pack_preamble(nonce, self._server.epoch))
+        return True
+
+    def known(self, stream: int) -> bool:
+        return 0 < stream <= self._last
+
+    def on_open(self, stream: int, payload: bytes) -> None:
+        if stream <= self._last or stream % 2 == 0:
+            raise ProtocolError(f"stream id {stream} after {self._last}")
+        self._last = stream
+        try:
+            message = _open_decoder.decode(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"malformed OPEN: {error}") from error
+        flow = self.flows[stream] = _Flow(self, stream)
+        call = Call(self, flow, message.m, message.p)
+        task = self._loop.create_task(self._serve(call, flow))
+        self._tasks[stream] = task
+
+    async def _serve(self, call: Call, flow: _Flow) -> None:
+        try:
+            payload = await self._server.handle(call)
+            kind = FrameType.REPLY
+        except Fault as fault:
+            kind, payload = FrameType.ERROR, _encoder.encode(fault.body)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:  # noqa: BLE001 - the outermost loop of a request: the peer gets an answer, the log the cause
+            self._server.on_error(call.method, error)
+            body = ErrorBody(kind=ErrorKind.INTERNAL, message=f"{call.method}: {type(error).__name__}: {error}")
+            kind, payload = FrameType.ERROR, _encoder.encode(body)
+        finally:
+            self._tasks.pop(flow.id, None)
+        if self.flows.pop(flow.id, None) is not None:
+            flow.ended = True
+            flow.drop()
+            self.write(kind, flow.id, payload)
+
+    def on_cancel(self, stream: int) -> None:
+        flow = self.flows.pop(stream, None)
+        if flow is not None:
+            self.on_flow_lost(flow, Fault(ErrorKind.CONNECTION_LOST, "cancelled by the caller"))
+            flow.drop()
+            self._wake_senders()
+
+    def on_flow_lost(self, flow: _Flow, why: Fault) -> None:
+        flow.finish(why)
+        task = self._tasks.pop(flow.id, None)
+        if task is not None:
+            task.cancel()
+
+    def on_closed(self) -> None:
+        self._server.connections.discard(self)
+
+
+class LinkServer:
+    """The answering side: a table of methods. Handlers return the reply (anything msgspec encodes, or msgspec.Raw)."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        *,
+        epoch: int = 0,
+        on_error: Callable[[str, Exception], None] = lambda method, error: None,
+    ) -> None:
+        self._handlers = handlers
+        self.epoch = epoch
+        self.on_error = on_error
+        self.connections: set[_ServerConnection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen_unix(self, path: str | os.PathLike[str]) -> None:
+        """Binds path with mode 0600; a stale socket file there is replaced."""
+        loop = asyncio.get_running_loop()
+        before = os.umask(0o177)
+        try:
+            self._server = await loop.create_unix_server(lambda: _ServerConnection(self), os.fspath(path), backlog=1024)
+        finally:
+            os.umask(before)
+
+    async def handle(self, call: Call) -> bytes:
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            raise Fault(ErrorKind.UNSUPPORTED, f"no method {call.method[:64]!r} here")
+        result = await handler(call)
+        payload = bytes(result) if isinstance(result, msgspec.Raw) else _encoder.encode(result)
+        return _bounded(payload, call.method)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close()

@@ -1,0 +1,163 @@
+"""Two ends of the Python link against each other, and against peers that break the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.frames import MAGIC, MAX_PAYLOAD, FrameReader, FrameType, pack_frame, pack_preamble
+from dsec.protocol.link import Call, Data, LinkClient, LinkServer, Note
+
+
+class Echo(msgspec.Struct):
+    text: str = ""
+    size: int = 0
+
+
+async def echo(call: Call) -> object:
+    return {"text": call.params(Echo).text}
+
+
+async def fail(call: Call) -> object:
+    raise Fault(ErrorKind.CAPACITY, "full", hint="wait", limit="max_sandboxes", value=100)
+
+
+async def crash(call: Call) -> object:
+    raise ZeroDivisionError("boom")
+
+
+async def pour(call: Call) -> object:
+    size = call.params(Echo).size
+    for _ in range(size // 100_000):
+        await call.send(b"x" * 100_000, channel=1)
+    call.note({"text": "done"})
+    return {"size": size}
+
+
+async def drink(call: Call) -> object:
+    return {"size": sum([len(chunk) async for chunk in call.data()])}
+
+
+async def hang(call: Call) -> object:
+    await asyncio.Event().wait()
+    return None
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Path]:
+    handlers = {"echo": echo, "fail": fail, "crash": crash, "pour": pour, "drink": drink, "hang": hang}
+    link = LinkServer(handlers, epoch=7)
+    path = tmp_path / "s"
+    await link.listen_unix(path)
+    yield path
+    await link.close()
+
+
+async def test_call_and_errors(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    assert (await client.call("echo", {"text": "hé"}, Echo)).text == "hé"
+    with pytest.raises(Fault) as caught:
+        await client.call("fail", {})
+    assert caught.value.body.kind is ErrorKind.CAPACITY and caught.value.body.details["value"] == 100
+    with pytest.raises(Fault, match="ZeroDivisionError"):
+        await client.call("crash", {})
+    with pytest.raises(Fault, match="no method"):
+        await client.call("nothing", {})
+    with pytest.raises(Fault) as caught:
+        await client.call("echo", {"text": 5})
+    assert caught.value.body.kind is ErrorKind.INVALID
+    with pytest.raises(Fault) as caught:
+        await client.call("echo", {"text": "x" * (MAX_PAYLOAD + 1)})
+    assert caught.value.body.kind is ErrorKind.TOO_LARGE
+    assert (await client.call("echo", {"text": "still here"}, Echo)).text == "still here"
+    await client.close()
+
+
+async def test_streams_far_beyond_credit_both_ways(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    stream = await client.open("pour", {"size": 20_000_000})
+    got, notes = 0, []
+    async for item in stream:
+        if isinstance(item, Data):
+            assert item.channel == 1
+            got += len(item.data)
+        elif isinstance(item, Note):
+            notes.append(item.decode(Echo).text)
+    assert got == 20_000_000 and notes == ["done"]
+    up = await client.open("drink", {})
+    for _ in range(100):
+        await up.send(b"y" * 100_000)
+    await up.end()
+    assert (await up.result(Echo)).size == 10_000_000
+    unread = await client.open("pour", {"size": 20_000_000})
+    assert (await unread.result(Echo)).size == 20_000_000, "result() drops what nobody reads"
+    await client.close()
+
+
+async def test_a_slow_reader_holds_the_sender_not_the_memory(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    slow = await client.open("pour", {"size": 50_000_000})
+    assert (await client.call("echo", {"text": "others go on"}, Echo)).text == "others go on"
+    assert sum(len(i.data) for i in slow._flow.items if isinstance(i, Data)) <= 256 * 1024
+    slow.cancel()
+    assert (await client.call("echo", {"text": "after"}, Echo)).text == "after"
+    await client.close()
+
+
+async def test_lost_connection_ends_every_stream(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    stream = await client.open("hang", {})
+    await client.close()
+    with pytest.raises(Fault) as caught:
+        await stream.result()
+    assert caught.value.body.kind is ErrorKind.CONNECTION_LOST and caught.value.body.retryable
+    with pytest.raises(Fault):
+        await client.call("echo", {"text": ""})
+    with pytest.raises(Fault):
+        await LinkClient.connect_unix(server.parent / "nobody")
+
+
+NONCE = b"n" * 16
+BAD = {
+    "too long": (MAX_PAYLOAD + 6).to_bytes(4, "little") + b"\x02" + bytes(4),
+    "too short": (4).to_bytes(4, "little") + b"\x02" + bytes(4),
+    "unknown type": pack_frame(99, 1, b""),  # type: ignore[arg-type]
+    "even stream": pack_frame(FrameType.OPEN, 2, msgspec.msgpack.encode({"m": "echo", "p": {}})),
+    "malformed open": pack_frame(FrameType.OPEN, 1, b"\xc1"),
+    "data on unknown stream": pack_frame(FrameType.DATA, 9, b"\0x"),
+    "reply from a client": pack_frame(FrameType.REPLY, 1, b"\xc0"),
+    "deep nesting": pack_frame(FrameType.OPEN, 1, b"\x91" * 5000 + b"\xc0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_protocol_errors_close_only_that_connection(server: Path, name: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(server)
+    writer.write(b"garbage from a dead stream" + pack_preamble(NONCE, 1) + BAD[name])
+    answer = await reader.read()  # until closed
+    assert answer[:8] == MAGIC and answer[8:24] == NONCE
+    assert int.from_bytes(answer[24:32], "little") == 7
+    writer.close()
+    client = await LinkClient.connect_unix(server)
+    assert (await client.call("echo", {"text": "alive"}, Echo)).text == "alive"
+    await client.close()
+
+
+def test_frame_reader_survives_any_split_and_random_bytes() -> None:
+    import random
+
+    rng = random.Random(1)
+    frames = [(FrameType.DATA, 1 + 2 * i, os.urandom(rng.randrange(1, 300))) for i in range(50)]
+    wire = b"".join(pack_frame(*f) for f in frames)
+    reader, got, position = FrameReader(), [], 0
+    while position < len(wire):
+        step = rng.randrange(1, 40)
+        got += reader.feed(wire[position : position + step])
+        position += step
+    assert got == frames
