@@ -10,8 +10,8 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import NamedTuple, TypeVar, overload
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import msgspec
 
@@ -54,6 +54,31 @@ def decode(payload: bytes | msgspec.Raw, kind: type[T]) -> T:
         return decoder.decode(payload)  # type: ignore[return-value]
     except (msgspec.DecodeError, RecursionError) as error:
         raise Fault(ErrorKind.INVALID, f"malformed message: {error}") from error
+
+
+def pack_record(value: object) -> bytes:
+    """One record of a byte stream: u32 length, then msgpack."""
+    payload = _encoder.encode(value)
+    return len(payload).to_bytes(_U32, "little") + payload
+
+
+class RecordReader(Generic[T]):
+    """Cuts a byte stream into records of one type, however it was split."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        self._buffer += data
+        position = 0
+        while len(self._buffer) - position >= _U32:
+            end = position + _U32 + int.from_bytes(self._buffer[position : position + _U32], "little")
+            if end > len(self._buffer):
+                break
+            yield decode(bytes(self._buffer[position + _U32 : end]), self._kind)
+            position = end
+        del self._buffer[:position]
 
 
 class Data(NamedTuple):

@@ -1,0 +1,262 @@
+"""Lifecycle of sandboxes: creating -> running -> stopping -> stopped(reason), and failed(reason).
+
+Every change is in the journal before it is answered. A stop that comes while a sandbox is being made is remembered, and the
+creation ends in removal; a death seen on the pidfd of PID 1 ends the sandbox by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import structlog
+
+from dsec.backends.container import ContainerBackend
+from dsec.backends.launcher import LauncherFailed, LauncherUsage
+from dsec.layers import LayerStore, compose
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.ids import new_sandbox_id
+from dsec.protocol.specs import Created, DSecContainerRunArgs, Reason, State
+
+from .admission import Admission
+from .checks import check_args
+from .journal import Journal, Record
+from .sandbox import Sandbox
+
+KEEP_ENDED = 10_000
+TTL_TICK_S = 0.25
+_log = structlog.get_logger("edge")
+
+
+class Lifecycle:
+    def __init__(
+        self, edge: str, store: LayerStore, backend: ContainerBackend, journal: Journal, admission: Admission
+    ) -> None:
+        self.edge = edge
+        self._store = store
+        self.backend = backend
+        self._journal = journal
+        self.admission = admission
+        self._live: dict[str, Sandbox] = {}
+        self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
+        self._by_key: dict[str, Sandbox] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self.created_total = 0
+        self.failed_total = 0
+
+    # -- look-up --
+
+    def get(self, id: str) -> Sandbox | Record:
+        found = self._live.get(id) or self._ended.get(id)
+        if found is None:
+            raise Fault(ErrorKind.NOT_FOUND, f"no sandbox {id} on edge {self.edge}", hint="`dsec ps -a` lists them", sandbox_id=id)
+        return found
+
+    def running(self, id: str, incarnation: int | None = None) -> Sandbox:
+        """The sandbox, able to work; else `sandbox_unavailable` with its reason."""
+        sandbox = self.get(id)
+        if isinstance(sandbox, Record):
+            raise ended_record(sandbox)
+        if incarnation is not None and incarnation != sandbox.incarnation:
+            raise Fault(
+                ErrorKind.UNAVAILABLE,
+                f"sandbox {id} is incarnation {sandbox.incarnation}, not {incarnation}",
+                hint="it was replaced; a result of this one must not be rewarded",
+                reason="replaced",
+                sandbox_id=id,
+            )
+        if sandbox.state is not State.RUNNING:
+            raise sandbox.unavailable()
+        return sandbox
+
+    def all(self) -> Iterator[Sandbox | Record]:
+        yield from list(self._live.values())
+        yield from list(self._ended.values())
+
+    def live(self) -> list[Sandbox]:
+        return list(self._live.values())
+
+    # -- creation --
+
+    async def create(self, args: DSecContainerRunArgs, timeout: float) -> Created:
+        """A running sandbox; the same idempotency key gives the same one."""
+        started = time.perf_counter()
+        check_args(args)
+        if args.idempotency_key is not None and (twin := self._by_key.get(args.idempotency_key)) is not None:
+            await twin.settled.wait()
+            if twin.state is not State.RUNNING:
+                raise twin.unavailable()
+            return self._created(twin, started)
+        environment = compose(self._store, args.container_image, args.layers)
+        holder = self.admission.reserve(args.labels)
+        sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder)
+        self._live[sandbox.id] = sandbox
+        if args.idempotency_key is not None:
+            self._by_key[args.idempotency_key] = sandbox
+        stage = "admission"
+        try:
+            async with asyncio.timeout(timeout):
+                self._journal.creating(sandbox.id, args, sandbox.layers, sandbox.incarnation)
+                await self._journal.commit()
+                async with self.admission.lane():
+                    stage = "launch"
+                    await self._launch(sandbox)
+        except TimeoutError:
+            fault = Fault(
+                ErrorKind.CREATE_FAILED,
+                f"creation took longer than {timeout:g} s, at stage {stage}",
+                hint="the node is busy: ask with a longer timeout or for fewer at once",
+                retryable=True,
+                stage=f"timeout.{stage}",
+                sandbox_id=sandbox.id,
+            )
+            self._schedule_removal(sandbox, Reason.CREATE_FAILED, fault.body.message)
+            raise fault from None
+        except BaseException as error:
+            self._schedule_removal(sandbox, Reason.CREATE_FAILED, str(error))
+            raise
+        if sandbox.stop_reason is not None:
+            self._schedule_removal(sandbox, sandbox.stop_reason, "stopped while it was being made")
+            raise Fault(ErrorKind.UNAVAILABLE, f"sandbox {sandbox.id} was stopped while it was being made",
+                        reason=sandbox.stop_reason.value, sandbox_id=sandbox.id)  # fmt: skip
+        self.created_total += 1
+        return self._created(sandbox, started)
+
+    async def _launch(self, sandbox: Sandbox) -> None:
+        assert sandbox.environment is not None
+        started = await self.backend.create(sandbox.id, sandbox.incarnation, sandbox.args, sandbox.environment)
+        sandbox.born(started.pid, started.pidfd, started.socket)
+        asyncio.get_running_loop().add_reader(started.pidfd, self._died, sandbox)
+        if sandbox.stop_reason is None:
+            sandbox.state = State.RUNNING
+        sandbox.log("running; " + ", ".join(f"{name} {us} us" for name, us in started.stages_us.items()))
+        self._journal.running(sandbox.id, started.pid, started.start)
+        await self._journal.commit()
+        sandbox.settled.set()
+
+    def _created(self, sandbox: Sandbox, started: float) -> Created:
+        elapsed = (time.perf_counter() - started) * 1000
+        return Created(id=sandbox.id, incarnation=sandbox.incarnation, edge=self.edge, create_ms=elapsed)
+
+    # -- ends --
+
+    async def stop(self, id: str, reason: Reason = Reason.USER, *, wait: bool = True) -> None:
+        """Idempotent; with wait, answered when processes, cgroups, mounts and upper are gone."""
+        sandbox = self.get(id)
+        if isinstance(sandbox, Record):
+            return
+        if sandbox.stop_reason is None and not sandbox.ended.is_set():
+            sandbox.stop_reason = reason
+            if sandbox.state is State.RUNNING:
+                self._schedule_removal(sandbox, reason, "")
+        if wait:
+            await sandbox.ended.wait()
+
+    def _died(self, sandbox: Sandbox) -> None:
+        self._close_pidfd(sandbox)
+        if sandbox.state in (State.RUNNING, State.CREATING):
+            self._schedule_removal(sandbox, Reason.AGENT_LOST, "PID 1 of the sandbox ended by itself")
+
+    def _close_pidfd(self, sandbox: Sandbox) -> None:
+        if sandbox.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(sandbox.pidfd)
+            os.close(sandbox.pidfd)
+            sandbox.pidfd = -1
+
+    def _schedule_removal(self, sandbox: Sandbox, reason: Reason, detail: str) -> None:
+        if sandbox.state is State.STOPPING or sandbox.ended.is_set():
+            return
+        sandbox.state = State.STOPPING
+        task = asyncio.get_running_loop().create_task(self._remove(sandbox, reason, detail))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+
+    async def _remove(self, sandbox: Sandbox, reason: Reason, detail: str) -> None:
+        was_born = sandbox.pid > 0
+        self._close_pidfd(sandbox)
+        self._journal.state(sandbox.id, State.STOPPING)
+        await sandbox.disconnect()
+        usage = LauncherUsage()
+        try:
+            usage = await self.backend.stop(sandbox.id, sandbox.environment if was_born else None)
+        except LauncherFailed as failed:
+            if was_born:
+                detail = f"{detail}; removal: {failed}".lstrip("; ")
+                _log.error("removal failed", sandbox=sandbox.id, error=str(failed))
+        if reason is Reason.AGENT_LOST and usage.oom_kills > sandbox.oom_kills:
+            detail = f"{detail}; {usage.oom_kills} out-of-memory kills in its group"
+        failed_to_start = reason is Reason.CREATE_FAILED
+        self.failed_total += failed_to_start
+        sandbox.state = State.FAILED if failed_to_start else State.STOPPED
+        sandbox.reason, sandbox.detail = reason, detail
+        sandbox.log(f"{sandbox.state.value}: {reason.value} {detail}".rstrip())
+        self._journal.ended(sandbox.id, sandbox.state, reason, detail)
+        await self._journal.commit()
+        self._forget(sandbox)
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        self._live.pop(sandbox.id, None)
+        if sandbox.args.idempotency_key is not None:
+            self._by_key.pop(sandbox.args.idempotency_key, None)
+        self._ended[sandbox.id] = sandbox
+        while len(self._ended) > KEEP_ENDED:
+            self._ended.popitem(last=False)
+        self.admission.release(sandbox.holder)
+        sandbox.ended.set()
+        sandbox.settled.set()
+
+    async def stop_all(self, reason: Reason) -> int:
+        """Every live sandbox, and what is still being removed."""
+        live = self.live()
+        await asyncio.gather(*(self.stop(sandbox.id, reason) for sandbox in live))
+        if self._removals:
+            await asyncio.wait(list(self._removals))
+        return len(live)
+
+    # -- time and restarts --
+
+    async def watch_ttls(self) -> None:
+        """Ends what idles or lives too long; runs as long as the edge."""
+        while True:
+            await asyncio.sleep(TTL_TICK_S)
+            now = time.monotonic()
+            for sandbox in self.live():
+                if sandbox.state is State.RUNNING and (reason := sandbox.expired(now)) is not None:
+                    sandbox.stop_reason = reason
+                    limit = sandbox.idle_limit if reason is Reason.TTL_IDLE else sandbox.total_limit
+                    self._schedule_removal(sandbox, reason, f"after {limit:g} s")
+
+    async def recover(self) -> None:
+        """After a restart: what earlier edges of this name left is removed, and said so in its record."""
+        removed = await self.backend.sweep([])
+        if any(removed.values()):
+            _log.warning("removed what an earlier edge left", **removed)
+        for record in self._journal.records():
+            if record.ended_at is None:
+                record.state, record.reason = State.STOPPED, Reason.EDGE_RESTART
+                self._journal.ended(record.id, record.state, record.reason, "the edge was restarted")
+            self._ended[record.id] = record
+        while len(self._ended) > KEEP_ENDED:
+            self._ended.popitem(last=False)
+        await self._journal.commit()
+
+    async def launcher_lost(self, why: str) -> None:
+        """The launcher died: its sandboxes can no longer be controlled, so they end, by name."""
+        for sandbox in self.live():
+            if sandbox.state in (State.RUNNING, State.CREATING):
+                sandbox.stop_reason = sandbox.stop_reason or Reason.EDGE_RESTART
+                self._schedule_removal(sandbox, Reason.EDGE_RESTART, f"the launcher was lost: {why}")
+
+
+def ended_record(record: Record) -> Fault:
+    reason = record.reason.value if record.reason else record.state.value
+    return Fault(
+        ErrorKind.UNAVAILABLE,
+        f"sandbox {record.id} is {record.state.value} ({reason})",
+        hint="make a new sandbox; a result of this one must not be rewarded",
+        reason=reason,
+        sandbox_id=record.id,
+    )

@@ -1,0 +1,146 @@
+"""Commands and files: what the apiserver asks of a sandbox goes to its aether, and what aether says goes back.
+
+Bytes are passed on as they come, under credit on both sides, so a slow reader holds the sender and not this process's memory.
+A caller that goes away never touches a command: its exec id attaches again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import msgspec
+
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.link import Call, Data, LinkStream, Note, decode
+from dsec.protocol.specs import ExecDone, ExecSpec
+
+from .lifecycle import Lifecycle
+from .sandbox import Sandbox
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The part of every sandbox method that says which one."""
+
+    sandbox: str
+    incarnation: int | None = None
+    request_id: str = ""
+
+
+class ExecParams(ExecSpec, frozen=True, kw_only=True):
+    sandbox: str
+    incarnation: int | None = None
+    request_id: str = ""
+    cursor: int = 0
+    follow: bool = True
+
+
+class _Attach(Target, frozen=True):
+    exec_id: str = ""
+    cursor: int = 0
+
+
+_EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
+                "max_output_bytes", "merge_stderr", "detached", "cursor", "follow")  # fmt: skip
+_OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
+_RESENDABLE = frozenset(("exec.attach", "exec.list", "fs.stat", "fs.list", "fs.read", "fs.tar"))
+_UPLOADS = frozenset(("fs.write", "fs.untar"))
+
+
+class Relay:
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    async def exec(self, call: Call) -> object:
+        """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
+        params = call.params(ExecParams)
+        if not params.argv and params.line is None:
+            raise Fault(ErrorKind.INVALID, "an empty command: neither argv nor line", hint="give a program and its arguments")
+        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
+        if params.detached and not params.follow:
+            reply = await self._forward(call, sandbox, "exec", fields, upload=False)
+            sandbox.log(f"exec {params.exec_id} detached")
+            return msgspec.Raw(reply)
+        with sandbox.activity():
+            reply = await self._forward(call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open)
+        return await self._done(sandbox, reply)
+
+    async def attach(self, call: Call) -> object:
+        params = call.params(_Attach)
+        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        fields = {"exec_id": params.exec_id, "cursor": params.cursor}
+        with sandbox.activity():
+            reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
+        return await self._done(sandbox, reply)
+
+    async def plain(self, call: Call) -> object:
+        """Every other method of aether, unchanged but for the fields that name the sandbox."""
+        target = call.params(Target)
+        sandbox = self._lifecycle.running(target.sandbox, target.incarnation)
+        fields = {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
+        with sandbox.activity() if call.method.startswith("fs.") else ExitStack():
+            reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
+                                        resend=call.method in _RESENDABLE)  # fmt: skip
+        return msgspec.Raw(reply)
+
+    async def _forward(
+        self, call: Call, sandbox: Sandbox, method: str, fields: object, *, upload: bool, resend: bool = False
+    ) -> bytes:
+        """One request to aether; sent once more when the connection turns out dead before anything came back."""
+        for attempt in range(2):
+            stream = await (await sandbox.link()).open(method, fields)
+            passed = 0
+            pump = asyncio.create_task(_pump(call, stream)) if upload else None
+            try:
+                async for item in stream:
+                    passed += 1
+                    if isinstance(item, Data):
+                        await call.send(item.data, item.channel)
+                    elif isinstance(item, Note):
+                        call.note_raw(item.payload)
+                return await stream.result()
+            except Fault as fault:
+                if fault.body.kind is not ErrorKind.CONNECTION_LOST:
+                    raise
+                if call_gone := pump is not None and pump.done() and not pump.cancelled() and pump.exception() is not None:
+                    raise
+                if sandbox.ended.is_set() or sandbox.pidfd < 0:
+                    await sandbox.ended.wait()
+                    raise sandbox.unavailable() from fault
+                if attempt or passed or not resend or call_gone:
+                    raise
+            finally:
+                stream.cancel()
+                if pump is not None:
+                    pump.cancel()
+        raise AssertionError("unreachable")
+
+    async def _done(self, sandbox: Sandbox, reply: bytes) -> ExecDone:
+        done = decode(reply, ExecDone)
+        reason, detail = None, ""
+        if done.signal == "KILL" and done.timed_out is None:
+            reason, detail = await self._why_killed(sandbox)
+        sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({reason})" if reason else ""))
+        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, reason=reason, detail=detail)
+
+    async def _why_killed(self, sandbox: Sandbox) -> tuple[str | None, str]:
+        """A command died of SIGKILL: the kernel's counters tell whether the memory limit did it."""
+        usage = await self._lifecycle.backend.usage(sandbox.id)
+        if usage.oom_kills <= sandbox.oom_kills:
+            return None, ""
+        sandbox.oom_kills = usage.oom_kills
+        limit = sandbox.args.memory_limit_mb
+        peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
+        return "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
+
+
+async def _pump(call: Call, stream: LinkStream) -> None:
+    """The caller's bytes to aether. When the caller goes away before its END, aether is told by a cancel."""
+    try:
+        async for chunk in call.data():
+            await stream.send(chunk)
+        await stream.end()
+    except Fault:
+        stream.cancel()
+        raise

@@ -1,0 +1,109 @@
+"""One sandbox as its edge sees it: state, clock of idleness, connection to its aether."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsec.layers import Environment
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.link import LinkClient
+from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
+
+_LOG_LINES = 200
+_ENDED = (State.STOPPED, State.FAILED)
+
+
+class Sandbox:
+    def __init__(
+        self, id: str, args: DSecContainerRunArgs, environment: Environment | None, incarnation: int, holder: str
+    ) -> None:
+        self.id = id
+        self.args = args
+        self.environment = environment
+        self.layers = environment.refs if environment is not None else ()
+        self.incarnation = incarnation
+        self.holder = holder
+        self.state = State.CREATING
+        self.reason: Reason | None = None
+        self.detail = ""
+        self.created_at = time.time()
+        self.pid = 0
+        self.pidfd = -1
+        self.oom_kills = 0
+        self.idle_limit = args.ttl_running_stop
+        self.total_limit = args.ttl_total
+        self.ended = asyncio.Event()
+        self.settled = asyncio.Event()  # no longer creating
+        self.stop_reason: Reason | None = None  # asked to stop while creating, or stopping
+        self.lines: deque[tuple[float, str]] = deque(maxlen=_LOG_LINES)
+        self._born = time.monotonic()
+        self._idle_since = time.monotonic()
+        self._active = 0
+        self._socket: Path | None = None
+        self._link: LinkClient | None = None
+        self._epoch = 0
+        self._connecting = asyncio.Lock()
+
+    def log(self, line: str) -> None:
+        self.lines.append((time.time(), line))
+
+    @contextmanager
+    def activity(self) -> Iterator[None]:
+        """A foreground request: the idle clock stands still while it lasts and starts anew when it ends."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._idle_since = time.monotonic()
+
+    def expired(self, now: float) -> Reason | None:
+        """Which TTL has run out at `now` (monotonic seconds)."""
+        if self.total_limit is not None and now - self._born >= self.total_limit:
+            return Reason.TTL_TOTAL
+        if self.idle_limit is not None and not self._active and now - self._idle_since >= self.idle_limit:
+            return Reason.TTL_IDLE
+        return None
+
+    def unavailable(self) -> Fault:
+        why = self.reason.value if self.reason else self.state.value
+        return Fault(
+            ErrorKind.UNAVAILABLE,
+            f"sandbox {self.id} is {self.state.value}" + (f" ({why})" if self.reason else "")
+            + (f": {self.detail}" if self.detail else ""),
+            hint="make a new sandbox; a result of this one must not be rewarded",
+            reason=why,
+            sandbox_id=self.id,
+        )  # fmt: skip
+
+    # -- aether --
+
+    def born(self, pid: int, pidfd: int, socket: Path) -> None:
+        self.pid, self.pidfd, self._socket = pid, pidfd, socket
+
+    async def link(self) -> LinkClient:
+        """The connection to this sandbox's aether, made again when it was lost."""
+        if self._link is not None and not self._link.closed:
+            return self._link
+        async with self._connecting:
+            if self._link is not None and not self._link.closed:
+                return self._link
+            if self.state in _ENDED or self._socket is None:
+                raise self.unavailable()
+            self._epoch += 1
+            try:
+                self._link = await LinkClient.connect_unix(self._socket, self._epoch)
+            except Fault:
+                if self.state in (State.STOPPING, *_ENDED):
+                    raise self.unavailable() from None
+                raise
+            return self._link
+
+    async def disconnect(self) -> None:
+        if self._link is not None:
+            await self._link.close()

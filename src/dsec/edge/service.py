@@ -1,0 +1,300 @@
+"""The edge's methods (ARCHITECTURE.md, apiserver to edge), one handler each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from dsec.backends.launcher import LauncherFailed, LauncherUsage
+from dsec.layers import LayerStore
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.link import Call, Handler, pack_record
+from dsec.protocol.specs import (
+    Capability,
+    CreateOutcome,
+    DSecContainerRunArgs,
+    EdgeStatus,
+    Limits,
+    Reason,
+    SandboxInfo,
+    State,
+    Usage,
+)
+
+from . import changes, network
+from .admission import memory
+from .journal import Record
+from .lifecycle import Lifecycle
+from .relay import Relay, Target
+from .sandbox import Sandbox
+
+MAX_BURST = 100_000
+_FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
+_EXEC_METHODS = ("exec.write", "exec.close_stdin", "exec.signal", "exec.list")
+
+
+class _Create(msgspec.Struct, frozen=True):
+    args: DSecContainerRunArgs
+    timeout: float = 120
+    request_id: str = ""
+
+
+class _CreateMany(msgspec.Struct, frozen=True):
+    args: tuple[DSecContainerRunArgs, ...]
+    count: int = 1
+    timeout: float = 120
+    request_id: str = ""
+
+
+class _List(msgspec.Struct, frozen=True):
+    labels: dict[str, str] | None = None
+    states: tuple[State, ...] | None = None
+    request_id: str = ""
+
+
+class _Stop(Target, frozen=True):
+    wait: bool = True
+
+
+class _Ttl(Target, frozen=True):
+    running_stop: float | None | msgspec.UnsetType = msgspec.UNSET
+    total: float | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Changes(Target, frozen=True):
+    include: tuple[str, ...] = ()
+    max_bytes: int = 64 * 1024 * 1024
+
+
+class _LayerRef(msgspec.Struct, frozen=True):
+    ref: str
+    name: str = ""
+    request_id: str = ""
+
+
+class Service:
+    def __init__(
+        self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, epoch: int, version: str,
+        mirrors: dict[str, str], features: tuple[Capability, ...],
+    ) -> None:  # fmt: skip
+        self._lifecycle = lifecycle
+        self._store = store
+        self._runtime = runtime
+        self._epoch = epoch
+        self._version = version
+        self._mirrors = mirrors
+        self._features = features
+        self._started = time.time()
+        self._relay = Relay(lifecycle)
+
+    def handlers(self) -> dict[str, Handler]:
+        table: dict[str, Handler] = {
+            "sandbox.create": self.create,
+            "sandbox.create_many": self.create_many,
+            "sandbox.info": self.info,
+            "sandbox.list": self.list,
+            "sandbox.stop": self.stop,
+            "sandbox.stop_many": self.stop_many,
+            "sandbox.ttl": self.ttl,
+            "sandbox.logs": self.logs,
+            "sandbox.changes": self.changes,
+            "exec": self._relay.exec,
+            "exec.attach": self._relay.attach,
+            "edge.status": self.status,
+            "layers.list": self.layers_list,
+            "layers.inspect": self.layers_inspect,
+            "layers.remove": self.layers_remove,
+            "layers.tag": self.layers_tag,
+        }
+        table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS))
+        return table
+
+    # -- sandboxes --
+
+    async def create(self, call: Call) -> object:
+        params = call.params(_Create)
+        return await self._lifecycle.create(params.args, params.timeout)
+
+    async def create_many(self, call: Call) -> object:
+        """Each outcome as it comes. A caller that goes away stops what is not yet created."""
+        params = call.params(_CreateMany)
+        wanted = params.args * params.count if len(params.args) == 1 else params.args
+        if not 0 < len(wanted) <= MAX_BURST:
+            raise Fault(ErrorKind.INVALID, f"count: {len(wanted)} is not between 1 and {MAX_BURST}")
+
+        async def one(index: int, args: DSecContainerRunArgs) -> None:
+            try:
+                created = await self._lifecycle.create(args, params.timeout)
+                call.note(CreateOutcome(index=index, created=created))
+            except Fault as fault:
+                call.note(CreateOutcome(index=index, error=msgspec.to_builtins(fault.body)))
+
+        async with asyncio.TaskGroup() as group:
+            for index, args in enumerate(wanted):
+                group.create_task(one(index, args))
+        return {}
+
+    async def info(self, call: Call) -> object:
+        found = self._lifecycle.get(call.params(Target).sandbox)
+        usage = Usage()
+        if isinstance(found, Sandbox) and found.state is State.RUNNING:
+            try:
+                usage = _usage(await self._lifecycle.backend.usage(found.id))
+            except LauncherFailed:
+                pass  # it ends just now; the state says so
+        return self._info(found, usage)
+
+    async def list(self, call: Call) -> object:
+        params = call.params(_List)
+        count = 0
+        batch = bytearray()
+        for found in self._lifecycle.all():
+            if params.states is not None and found.state not in params.states:
+                continue
+            if params.labels and not _matches(found.args.labels, params.labels):
+                continue
+            count += 1
+            batch += pack_record(self._info(found, Usage()))
+            if len(batch) > 32 * 1024:
+                await call.send(bytes(batch))
+                batch.clear()
+        if batch:
+            await call.send(bytes(batch))
+        return {"count": count}
+
+    async def stop(self, call: Call) -> object:
+        params = call.params(_Stop)
+        await asyncio.shield(self._lifecycle.stop(params.sandbox, wait=params.wait))
+        return {}
+
+    async def stop_many(self, call: Call) -> object:
+        params = call.params(_List)
+        chosen = [s for s in self._lifecycle.live() if _matches(s.args.labels, params.labels or {})]
+        await asyncio.gather(*(self._lifecycle.stop(s.id, Reason.USER) for s in chosen))
+        return {"count": len(chosen)}
+
+    async def ttl(self, call: Call) -> object:
+        params = call.params(_Ttl)
+        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        for name, value in (("running_stop", params.running_stop), ("total", params.total)):
+            if isinstance(value, float) and not 0 < value < float("inf"):
+                raise Fault(ErrorKind.INVALID, f"{name}: {value} is not a positive number of seconds (None: never)")
+        if not isinstance(params.running_stop, msgspec.UnsetType):
+            sandbox.idle_limit = params.running_stop
+        if not isinstance(params.total, msgspec.UnsetType):
+            sandbox.total_limit = params.total
+        return {}
+
+    async def logs(self, call: Call) -> object:
+        found = self._lifecycle.get(call.params(Target).sandbox)
+        for at, line in found.lines if isinstance(found, Sandbox) else ():
+            call.note({"t": at, "line": line})
+        return {}
+
+    async def changes(self, call: Call) -> object:
+        params = call.params(_Changes)
+        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        count, truncated = 0, False
+        with sandbox.activity():
+            upper = await self._lifecycle.backend.upper(sandbox.id)
+            async for item in changes.walk(self._runtime, upper, params.include, params.max_bytes):
+                if isinstance(item, bool):
+                    truncated = item
+                else:
+                    count += 1
+                    await call.send(pack_record(item))
+        return {"count": count, "truncated": truncated}
+
+    def _info(self, found: Sandbox | Record, usage: Usage) -> SandboxInfo:
+        args = found.args
+        return SandboxInfo(
+            id=found.id,
+            backend=self._lifecycle.backend.name,
+            state=found.state,
+            reason=found.reason,
+            created_at=found.created_at,
+            labels=args.labels,
+            limits=Limits(args.cpu_cores_limit, args.memory_limit_mb, args.disk_limit_mb, args.pids_limit),
+            usage=usage,
+            layers=found.layers,
+            network=network.describe(args.network_rules, self._mirrors),
+            edge=self._lifecycle.edge,
+            incarnation=found.incarnation,
+            detail=found.detail,
+        )
+
+    # -- the edge itself --
+
+    async def status(self, call: Call) -> object:
+        available, total = memory()
+        admission = self._lifecycle.admission
+        launcher = await self._lifecycle.backend.status()
+        return EdgeStatus(
+            edge=self._lifecycle.edge,
+            epoch=self._epoch,
+            version=self._version,
+            started_at=self._started,
+            sandboxes=dict(Counter(s.state.value for s in self._lifecycle.live())),
+            max_sandboxes=admission.max_sandboxes,
+            creating=admission.creating,
+            queued=admission.queued,
+            memory_available=available,
+            memory_total=total,
+            disk_free=launcher.uppers.free,
+            created_total=self._lifecycle.created_total,
+            failed_total=self._lifecycle.failed_total,
+            features=self._features,
+        )
+
+    # -- layers --
+
+    async def layers_list(self, call: Call) -> object:
+        return await asyncio.to_thread(self._store.list)
+
+    async def layers_inspect(self, call: Call) -> object:
+        return await asyncio.to_thread(self._store.inspect, call.params(_LayerRef).ref)
+
+    async def layers_remove(self, call: Call) -> object:
+        ref = call.params(_LayerRef).ref
+        manifest = await asyncio.to_thread(self._store.resolve, ref)
+        mounts = self._lifecycle.backend.mounts
+        if manifest.digest in mounts.in_use():
+            raise Fault(ErrorKind.CONFLICT, f"layer {ref} is used by live sandboxes", hint="stop them first")
+        await mounts.drop(manifest.digest)
+        await asyncio.to_thread(self._store.remove, ref)
+        return {}
+
+    async def layers_tag(self, call: Call) -> object:
+        params = call.params(_LayerRef)
+        await asyncio.to_thread(self._store.tag, params.ref, params.name)
+        return {}
+
+
+def _matches(labels: dict[str, str], wanted: dict[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def _usage(raw: LauncherUsage) -> Usage:
+    return Usage(
+        memory_bytes=raw.memory,
+        memory_peak_bytes=raw.memory_peak,
+        cpu_s=raw.cpu_ns / 1e9,
+        pids=raw.pids,
+        disk_bytes=raw.disk,
+        oom_kills=raw.oom_kills,
+        pids_hits=raw.pids_hits,
+    )
+
+
+def socket_directory(run: Path) -> None:
+    """<run>/sb, where aethers listen: for root only."""
+    os.makedirs(run / "sb", mode=0o700, exist_ok=True)
+
+
+__all__: Iterable[str] = ("Service", "socket_directory")
