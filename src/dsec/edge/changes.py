@@ -17,7 +17,6 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import RecordReader
 from dsec.protocol.specs import Change, ChangeKind
 
-
 _READ = 256 * 1024
 
 
@@ -37,9 +36,7 @@ class _Record(msgspec.Struct):
     truncated: bool = False
 
 
-async def walk(
-    runtime: Path, upper: int, include: Sequence[str], max_bytes: int
-) -> AsyncIterator[Change | bool]:
+async def walk(runtime: Path, upper: int, include: Sequence[str], max_bytes: int) -> AsyncIterator[Change | bool]:
     """Changes in order of path; the last item is a bool, whether data was left out. Closes `upper`."""
     arguments = ["helper", "walk", "--dir-fd", str(upper), "--data", str(max_bytes)]
     for pattern in include:
@@ -59,7 +56,9 @@ async def walk(
             yield item
         if not ended or await process.wait():
             error = (await process.stderr.read(4096)).decode(errors="replace").strip()
-            raise Fault(ErrorKind.INTERNAL, f"the changes could not be read: {error or 'the helper died'}", retryable=True)
+            raise Fault(
+                ErrorKind.INTERNAL, f"the changes could not be read: {error or 'the helper died'}", retryable=True
+            )
     finally:
         if process.returncode is None:
             process.kill()

@@ -59,10 +59,12 @@ class Journal:
         rows = self._db.execute(
             "insert into meta values ('epoch', 1) on conflict (key) do update set value = value + 1 returning value"
         ).fetchall()
-        return int(rows[0][0])
+        return int(str(rows[0][0]))
 
     def records(self) -> Iterator[Record]:
-        query = "select id, state, reason, detail, created_at, ended_at, incarnation, args, layers, pid, start from sandbox"
+        query = (
+            "select id, state, reason, detail, created_at, ended_at, incarnation, args, layers, pid, start from sandbox"
+        )
         for row in self._db.execute(query):
             yield Record(
                 id=row[0],
@@ -123,7 +125,7 @@ class Journal:
         try:
             self._db.execute("begin")
             for sql, values in pending:
-                self._db.execute(sql, values)  # type: ignore[arg-type]
+                self._db.execute(sql, values)
             self._db.execute("commit")
         except apsw.Error as error:
             if self._db.in_transaction:

@@ -52,7 +52,12 @@ class Lifecycle:
     def get(self, id: str) -> Sandbox | Record:
         found = self._live.get(id) or self._ended.get(id)
         if found is None:
-            raise Fault(ErrorKind.NOT_FOUND, f"no sandbox {id} on edge {self.edge}", hint="`dsec ps -a` lists them", sandbox_id=id)
+            raise Fault(
+                ErrorKind.NOT_FOUND,
+                f"no sandbox {id} on edge {self.edge}",
+                hint="`dsec ps -a` lists them",
+                sandbox_id=id,
+            )
         return found
 
     def running(self, id: str, incarnation: int | None = None) -> Sandbox:

@@ -9,7 +9,9 @@ from dsec.protocol.specs import Network
 
 def describe(rules: Mapping[str, bool], mirrors: Mapping[str, str]) -> Network:
     """The rules as asked, and for each what is enforced and why."""
-    return Network(mode="none", rules=dict(rules), enforced={name: _verdict(name, ok, mirrors) for name, ok in rules.items()})
+    return Network(
+        mode="none", rules=dict(rules), enforced={name: _verdict(name, ok, mirrors) for name, ok in rules.items()}
+    )
 
 
 def _verdict(name: str, allowed: bool, mirrors: Mapping[str, str]) -> str:

@@ -55,7 +55,9 @@ class Relay:
         """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
         params = call.params(ExecParams)
         if not params.argv and params.line is None:
-            raise Fault(ErrorKind.INVALID, "an empty command: neither argv nor line", hint="give a program and its arguments")
+            raise Fault(
+                ErrorKind.INVALID, "an empty command: neither argv nor line", hint="give a program and its arguments"
+            )
         sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
         if params.detached and not params.follow:
@@ -63,7 +65,9 @@ class Relay:
             sandbox.log(f"exec {params.exec_id} detached")
             return msgspec.Raw(reply)
         with sandbox.activity():
-            reply = await self._forward(call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open)
+            reply = await self._forward(
+                call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
+            )
         return await self._done(sandbox, reply)
 
     async def attach(self, call: Call) -> object:
@@ -103,7 +107,12 @@ class Relay:
             except Fault as fault:
                 if fault.body.kind is not ErrorKind.CONNECTION_LOST:
                     raise
-                if call_gone := pump is not None and pump.done() and not pump.cancelled() and pump.exception() is not None:
+                if (
+                    call_gone := pump is not None
+                    and pump.done()
+                    and not pump.cancelled()
+                    and pump.exception() is not None
+                ):
                     raise
                 if sandbox.ended.is_set() or sandbox.pidfd < 0:
                     await sandbox.ended.wait()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -63,8 +63,8 @@ class _Stop(Target, frozen=True):
 
 
 class _Ttl(Target, frozen=True):
-    running_stop: float | None | msgspec.UnsetType = msgspec.UNSET
-    total: float | None | msgspec.UnsetType = msgspec.UNSET
+    running_stop: float | msgspec.UnsetType | None = msgspec.UNSET
+    total: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class _Changes(Target, frozen=True):
@@ -144,10 +144,8 @@ class Service:
         found = self._lifecycle.get(call.params(Target).sandbox)
         usage = Usage()
         if isinstance(found, Sandbox) and found.state is State.RUNNING:
-            try:
+            with contextlib.suppress(LauncherFailed):  # it ends just now; the state says so
                 usage = _usage(await self._lifecycle.backend.usage(found.id))
-            except LauncherFailed:
-                pass  # it ends just now; the state says so
         return self._info(found, usage)
 
     async def list(self, call: Call) -> object:
@@ -295,6 +293,3 @@ def _usage(raw: LauncherUsage) -> Usage:
 def socket_directory(run: Path) -> None:
     """<run>/sb, where aethers listen: for root only."""
     os.makedirs(run / "sb", mode=0o700, exist_ok=True)
-
-
-__all__: Iterable[str] = ("Service", "socket_directory")

@@ -1,0 +1,343 @@
+"""DSec on one machine: `dsec up` starts one edge and one apiserver here, `dsec down` ends them; `embedded()` does both privately.
+
+Processes are known by pid *and* start time (a pid alone may be somebody else's by now) and signalled through pidfds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from dsec.protocol.errors import ErrorKind, Fault
+
+DEFAULT_STATE = Path("/var/lib/dsec")
+DEFAULT_RUN = Path("/run/dsec")
+DEFAULT_STORE = Path("/var/cache/dsec/layers")
+DEFAULT_PORT = 7707
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 120.0
+_ROLES = ("apiserver", "edge")  # in the order of their end
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a platform on this machine answers; the key is in key_file (0600)."""
+
+    url: str
+    key_file: str
+    state: str
+    run: str
+
+
+class _Pid(msgspec.Struct, frozen=True):
+    pid: int
+    start: int
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    role: str
+    pid: int | None
+
+
+class LocalStatus(msgspec.Struct, frozen=True):
+    endpoint: Endpoint | None
+    processes: tuple[ProcessStatus, ...]
+
+    @property
+    def running(self) -> bool:
+        return all(process.pid is not None for process in self.processes)
+
+
+def state_dir(explicit: Path | str | None = None) -> Path:
+    """The argument, else DSEC_STATE, else /var/lib/dsec."""
+    return Path(explicit or os.environ.get("DSEC_STATE") or DEFAULT_STATE).absolute()
+
+
+def store_dir() -> Path:
+    return Path(os.environ.get("DSEC_STORE") or DEFAULT_STORE).absolute()
+
+
+def run_dir(state: Path) -> Path:
+    """Short, since a socket's path may have 107 bytes."""
+    return DEFAULT_RUN if state == DEFAULT_STATE else state / "run"
+
+
+def _start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; None when there is no such process or it is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _read_pid(run: Path, role: str) -> _Pid | None:
+    """The recorded process when it is still the same one."""
+    try:
+        known = msgspec.json.decode((run / "pids" / role).read_bytes(), type=_Pid)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return known if _start_time(known.pid) == known.start else None
+
+
+def status(state: Path | str | None = None) -> LocalStatus:
+    """What of the platform of this state directory runs now."""
+    directory = state_dir(state)
+    run = run_dir(directory)
+    endpoint = None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        endpoint = msgspec.json.decode((directory / "endpoint.json").read_bytes(), type=Endpoint)
+    processes = []
+    for role in _ROLES:
+        known = _read_pid(run, role)
+        processes.append(ProcessStatus(role, known.pid if known else None))
+    return LocalStatus(endpoint, tuple(processes))
+
+
+def up(
+    state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
+    name: str = "local", store: Path | None = None, uppers: str = "btrfs",
+) -> Endpoint:  # fmt: skip
+    """Starts what of edge and apiserver does not run yet; both outlive the caller. Fault says what is missing."""
+    directory = state_dir(state)
+    _require_root()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(directory):
+        return _start(
+            directory, run_dir(directory), host=host, port=port, name=name, store=store or store_dir(),
+            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=None,
+        )  # fmt: skip
+
+
+def down(state: Path | str | None = None) -> bool:
+    """Stops every sandbox, then the processes. False when nothing ran."""
+    directory = state_dir(state)
+    run = run_dir(directory)
+    if not directory.exists():
+        return False
+    with _locked(directory):
+        running = [known for role in _ROLES if (known := _read_pid(run, role)) is not None]
+        for known in running:
+            _end(known)
+        for role in _ROLES:
+            (run / "pids" / role).unlink(missing_ok=True)
+        (directory / "endpoint.json").unlink(missing_ok=True)
+        return bool(running)
+
+
+@contextlib.contextmanager
+def private(
+    state: Path | str | None = None,
+    *,
+    max_sandboxes: int | None = None,
+    store: Path | None = None,
+    uppers: str = "btrfs",
+) -> Iterator[Endpoint]:
+    """A platform of one's own that ends with the context, and with this process however that ends.
+
+    Without `state` everything lies in a temporary directory that is removed at the end.
+    """
+    _require_root()
+    ephemeral = state is None
+    directory = Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp")) if state is None else state_dir(state)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    read_end, write_end = os.pipe()  # the lifeline: only we hold the end for writing
+    try:
+        name = "e" + secrets.token_hex(4)
+        endpoint = _start(
+            directory, directory / "run", host="127.0.0.1", port=0, name=name, store=store or store_dir(),
+            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=read_end, ephemeral=ephemeral,
+        )  # fmt: skip
+        try:
+            yield endpoint
+        finally:
+            for role in _ROLES:
+                known = _read_pid(directory / "run", role)
+                if known is not None:
+                    _end(known)
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        if ephemeral:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _require_root() -> None:
+    if os.geteuid() != 0:
+        raise Fault(ErrorKind.PERMISSION, "DSec makes namespaces, mounts and cgroups: it has to be started as root",
+                    hint="run it with sudo")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One `up` or `down` at a time."""
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _key_file(directory: Path) -> Path:
+    """The API key, made at the first start; 0600 from its first byte."""
+    path = directory / "api.key"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return path
+    with os.fdopen(fd, "w") as file:
+        file.write(f"dsec_{secrets.token_urlsafe(32)}\n")
+    return path
+
+
+def _start(
+    directory: Path, run: Path, *, host: str, port: int, name: str, store: Path, max_sandboxes: int | None, uppers: str,
+    lifeline: int | None, ephemeral: bool = False,
+) -> Endpoint:  # fmt: skip
+    for path in (run, run / "pids", directory / "logs"):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key_file = _key_file(directory)
+    known = status(directory)
+    if known.running and known.endpoint is not None:
+        return known.endpoint
+    extra = ["--ephemeral"] if ephemeral else []
+    if max_sandboxes is not None:
+        extra += ["--max-sandboxes", str(max_sandboxes)]
+    if _read_pid(run, "edge") is None:
+        arguments = [
+            "--name",
+            name,
+            "--state",
+            str(directory),
+            "--run",
+            str(run),
+            "--store",
+            str(store),
+            "--uppers",
+            uppers,
+        ]
+        _spawn("edge", [*arguments, *extra], directory, run, lifeline=lifeline)
+    if (old := _read_pid(run, "apiserver")) is not None:
+        _end(old)
+    with _bind(host, port) as listener:
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        _spawn(
+            "apiserver",
+            ["--fd", str(listener.fileno()), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)],
+            directory, run, lifeline=lifeline, keep=(listener.fileno(),),
+        )  # fmt: skip
+    endpoint = Endpoint(url=url, key_file=str(key_file), state=str(directory), run=str(run))
+    temporary = directory / "endpoint.json.tmp"
+    temporary.write_bytes(msgspec.json.encode(endpoint))
+    temporary.rename(directory / "endpoint.json")
+    return endpoint
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Fault(ErrorKind.CONFLICT, f"{host}:{port} is taken by another process",
+                        hint="stop it, or choose another with --port") from error  # fmt: skip
+        raise
+    return listener
+
+
+def _spawn(
+    role: str, arguments: list[str], directory: Path, run: Path, *, lifeline: int | None, keep: tuple[int, ...] = ()
+) -> None:
+    """Starts `python -m dsec.<role>` apart from us and waits until it serves; its own words when it cannot."""
+    ready_read, ready_write = os.pipe()
+    log_path = directory / "logs" / f"{role}.log"
+    pass_fds = [ready_write, *keep]
+    arguments = [*arguments, "--ready", str(ready_write)]
+    if lifeline is not None:
+        pass_fds.append(lifeline)
+        arguments += ["--lifeline", str(lifeline)]
+    try:
+        with open(log_path, "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"dsec.{role}", *arguments], pass_fds=pass_fds, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True, cwd="/", env=_environment(),
+            )  # fmt: skip
+    finally:
+        os.close(ready_write)
+    start = _start_time(process.pid)
+    (run / "pids" / role).write_bytes(msgspec.json.encode(_Pid(process.pid, start or 0)))
+    said = _wait_ready(ready_read)
+    os.close(ready_read)
+    if said != "ok":
+        process.kill()
+        process.wait()
+        (run / "pids" / role).unlink(missing_ok=True)
+        message, _, hint = said.partition("\n")
+        raise Fault(ErrorKind.INTERNAL, f"the {role} did not start: {message or 'it ended without a word'}",
+                    hint=hint or f"see {log_path}")  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    """Only what a server needs; nothing of the caller's secrets."""
+    kept = ("PATH", "HOME", "LANG", "DSEC_RUNTIME", "DSEC_STORE", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    # glibc's default of eight arenas a core keeps tens of MB that a mostly idle server never uses again.
+    return environment | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"}
+
+
+def _wait_ready(fd: int) -> str:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    deadline = time.monotonic() + START_DEADLINE_S
+    said = b""
+    while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(left * 1000):
+            piece = os.read(fd, 4096)
+            if not piece:
+                return said.decode(errors="replace")
+            said += piece
+    return f"not ready within {START_DEADLINE_S:g} s"
+
+
+def _end(known: _Pid) -> None:
+    """SIGTERM, time to clean up, then SIGKILL; returns when the process is gone."""
+    try:
+        pidfd = os.pidfd_open(known.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _start_time(known.pid) != known.start:
+            return
+        for number, patience in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if poll.poll(patience * 1000):
+                break
+    finally:
+        os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(known.pid, os.WNOHANG)

@@ -1,0 +1,162 @@
+"""The edge process: starts the launcher, serves the link, ends everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import shutil
+import signal
+import sys
+from contextlib import suppress
+
+import structlog
+import uvloop
+
+from dsec.backends.container import ContainerBackend
+from dsec.backends.launcher import LauncherClient, LauncherFailed
+from dsec.backends.runtime import runtime_path
+from dsec.layers import LayerStore
+from dsec.protocol.errors import Fault
+from dsec.protocol.link import LinkServer
+from dsec.protocol.specs import Reason
+
+from .admission import Admission
+from .config import MAX_OUTPUT, EdgeConfig, from_arguments
+from .journal import Journal
+from .lifecycle import Lifecycle
+from .service import Service, socket_directory
+
+VERSION = "0.1.0"
+_log = structlog.get_logger("edge")
+
+
+def _prepare(config: EdgeConfig) -> None:
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config.run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    socket_directory(config.run)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Edge:
+    def __init__(self, config: EdgeConfig) -> None:
+        self._config = config
+        self._stopping = asyncio.Event()
+        self._runtime = runtime_path()
+        self._store = LayerStore(config.store)
+        self._journal = Journal(config.state / "journal.db")
+        self._backend = ContainerBackend(self._runtime, self._store, config.run, MAX_OUTPUT)
+        self._lifecycle = Lifecycle(
+            config.name, self._store, self._backend, self._journal, Admission(config.max_sandboxes, config.lanes)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        epoch = self._journal.next_epoch()
+        self._listen_for_the_end()
+        await self._start_launcher()
+        await self._lifecycle.recover()
+        service = Service(
+            lifecycle=self._lifecycle, store=self._store, runtime=self._runtime, epoch=epoch, version=VERSION,
+            mirrors=self._config.mirrors, features=(),
+        )  # fmt: skip
+        server = LinkServer(service.handlers(), epoch=epoch, on_error=self._on_error)
+        await server.listen_unix(self._config.run / "edge.sock")
+        ttls = asyncio.create_task(self._lifecycle.watch_ttls())
+        _say_ready(self._config.ready, "ok")
+        gc.freeze()
+        await self._stopping.wait()
+        _log.info("stopping")
+        ttls.cancel()
+        await self._lifecycle.stop_all(Reason.EDGE_RESTART)
+        await server.close()
+        if self._backend.launcher is not None:
+            await self._backend.launcher.close()
+        self._backend.mounts.close()
+        self._journal.close()
+        self._remove_traces()
+
+    def _listen_for_the_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        if self._config.lifeline >= 0:
+            os.set_blocking(self._config.lifeline, False)
+            loop.add_reader(self._config.lifeline, self._lifeline_readable)
+
+    def _lifeline_readable(self) -> None:
+        with suppress(BlockingIOError):
+            if not os.read(self._config.lifeline, 64):
+                asyncio.get_running_loop().remove_reader(self._config.lifeline)
+                self._stopping.set()
+
+    async def _start_launcher(self) -> None:
+        self._backend.launcher = await LauncherClient.start(
+            self._runtime, name=self._config.name, run=self._config.run, uppers=self._config.uppers_argument(),
+            pool=self._config.pool, log=sys.stderr.fileno(), on_lost=self._launcher_lost,
+        )  # fmt: skip
+        await self._backend.launcher.call("status")
+
+    def _launcher_lost(self, why: str) -> None:
+        if not self._stopping.is_set():
+            _log.error("launcher lost", why=why)
+            task = asyncio.get_running_loop().create_task(self._restart_launcher(why))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _restart_launcher(self, why: str) -> None:
+        """A new launcher removes what the dead one had; its sandboxes end by name."""
+        self._backend.mounts.close()
+        try:
+            await self._start_launcher()
+            await self._backend.sweep([])
+        except LauncherFailed as failed:
+            _log.critical("no launcher; the edge gives up", error=str(failed))
+            self._stopping.set()
+        await self._lifecycle.launcher_lost(why)
+
+    def _on_error(self, method: str, error: Exception) -> None:
+        _log.error("request failed", method=method, exc_info=error)
+
+    def _remove_traces(self) -> None:
+        with suppress(FileNotFoundError):
+            (self._config.run / "edge.sock").unlink()
+        if self._config.ephemeral:
+            shutil.rmtree(self._config.state, ignore_errors=True)
+            shutil.rmtree(self._config.run, ignore_errors=True)
+
+
+def _say_ready(fd: int, text: str) -> None:
+    if fd >= 0:
+        with suppress(OSError):
+            os.write(fd, text.encode())
+            os.close(fd)
+
+
+def main() -> int:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    config = from_arguments(sys.argv[1:])
+    try:
+        _prepare(config)
+        uvloop.run(Edge(config).run())
+    except (Fault, LauncherFailed, OSError) as error:
+        hint = error.body.hint if isinstance(error, Fault) else ""
+        _say_ready(config.ready, f"{error}\n{hint}")
+        _log.critical("the edge could not run", error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What an edge is told at its start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_MAX_SANDBOXES = 4096
+DEFAULT_LANES = 24
+DEFAULT_POOL = 16
+MAX_OUTPUT = 256 * 1024 * 1024
+UPPERS_SHARE = 0.8
+
+
+class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """uppers is `btrfs` or `dir`; end-of-file on the descriptor lifeline ends the edge; ready is told when it serves."""
+
+    name: str
+    state: Path
+    run: Path
+    store: Path
+    max_sandboxes: int = DEFAULT_MAX_SANDBOXES
+    lanes: int = DEFAULT_LANES
+    pool: int = DEFAULT_POOL
+    uppers: str = "btrfs"
+    ephemeral: bool = False
+    ready: int = -1
+    lifeline: int = -1
+    mirrors: dict[str, str] = {}
+
+    def uppers_argument(self) -> str:
+        """The launcher's --uppers: an image of most of the free space (sparse), or a plain directory."""
+        if self.uppers == "dir":
+            return f"dir:{self.state / 'uppers'}"
+        image = self.state / "uppers.btrfs"
+        if image.exists():
+            return f"btrfs:{image}:{image.stat().st_size}"
+        stat = os.statvfs(self.state)
+        size = int(stat.f_bavail * stat.f_frsize * UPPERS_SHARE)
+        return f"btrfs:{image}:{size - size % (1 << 20)}"
+
+
+def from_arguments(argv: list[str]) -> EdgeConfig:
+    parser = argparse.ArgumentParser(prog="python -m dsec.edge", description="One edge; started by `dsec up`.")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--max-sandboxes", type=int, default=DEFAULT_MAX_SANDBOXES)
+    parser.add_argument("--lanes", type=int, default=DEFAULT_LANES)
+    parser.add_argument("--pool", type=int, default=DEFAULT_POOL)
+    parser.add_argument("--uppers", choices=("btrfs", "dir"), default="btrfs")
+    parser.add_argument("--ephemeral", action="store_true", help="remove the state directory at the end")
+    parser.add_argument("--ready", type=int, default=-1)
+    parser.add_argument("--lifeline", type=int, default=-1)
+    return EdgeConfig(**vars(parser.parse_args(argv)))
