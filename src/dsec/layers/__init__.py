@@ -1,0 +1,28 @@
+"""Layers: immutable, content-addressed pieces of a root filesystem, and how environments are composed of them (report, 4)."""
+
+from dsec.layers.build import build_directory
+from dsec.layers.compose import DEFAULT_BASE, Environment, compose
+from dsec.layers.manifest import Blob, Config, Kind, Manifest, Provenance
+from dsec.layers.mount import mount_layer
+from dsec.layers.names import Ref, parse_ref
+from dsec.layers.scan import Bounds
+from dsec.layers.store import Collected, LayerStore, default_root
+
+__all__ = [
+    "Blob",
+    "Bounds",
+    "Collected",
+    "Config",
+    "DEFAULT_BASE",
+    "Environment",
+    "Kind",
+    "LayerStore",
+    "Manifest",
+    "Provenance",
+    "Ref",
+    "build_directory",
+    "compose",
+    "default_root",
+    "mount_layer",
+    "parse_ref",
+]
