@@ -1,0 +1,56 @@
+# From a fresh checkout, as root on Debian 12 with Python 3.11 and cargo: `make demo`, `make test`, `make bench`.
+# Every target does its own set-up and skips what is done.
+
+PY := .venv/bin/python
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: setup base demo test test-unit lint format bench openapi lock clean
+
+setup:
+	@scripts/setup.sh packages venv runtime
+
+base: setup
+	@scripts/setup.sh base
+
+demo: base
+	.venv/bin/dsec demo $(DEMO_ARGS)
+
+test: base
+	cargo test -q --release --locked
+	$(PY) -m pytest $(TEST_ARGS)
+
+test-unit: setup
+	cargo test -q --release --locked
+	$(PY) -m pytest --ignore=tests/e2e $(TEST_ARGS)
+
+lint: setup
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	cargo fmt --check
+	cargo clippy -q --release --locked --all-targets -- -D warnings
+
+format: setup
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+	cargo fmt
+
+bench: base
+	.venv/bin/dsec bench density $(BENCH_ARGS)
+	.venv/bin/dsec bench create $(BENCH_ARGS)
+	.venv/bin/dsec bench exec $(BENCH_ARGS)
+
+openapi: setup
+	$(PY) -m dsec.apiserver.openapi > docs/openapi.json
+
+# No index is written into the lock: it works with whatever index the machine is set up for.
+lock: setup
+	$(PY) -m uv --version >/dev/null 2>&1 || $(PY) -m pip install -q uv
+	$(PY) -m uv pip compile -q pyproject.toml --group dev --generate-hashes --no-annotate --no-header \
+		--no-emit-index-url --no-emit-find-links --python-version 3.11 -o requirements.lock
+	cargo generate-lockfile
+
+clean:
+	rm -rf build target .venv .pytest_cache .mypy_cache .ruff_cache
