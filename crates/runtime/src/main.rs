@@ -3,6 +3,8 @@
 //! One binary, one subcommand for each process role; see ARCHITECTURE.md for who starts whom.
 
 mod birth;
+mod link;
+mod msgpack;
 
 fn main() {
     let mut args = std::env::args_os().skip(1);
