@@ -153,7 +153,7 @@ def test_frame_reader_survives_any_split_and_random_bytes() -> None:
     import random
 
     rng = random.Random(1)
-    frames = [(FrameType.DATA, 1 + 2 * i, os.urandom(rng.randrange(1, 300))) for i in range(50)]
+    frames = [(FrameType.DATA, 1 + 2 * i, b"\0" + os.urandom(rng.randrange(300))) for i in range(50)]
     wire = b"".join(pack_frame(*f) for f in frames)
     reader, got, position = FrameReader(), [], 0
     while position < len(wire):

@@ -13,7 +13,6 @@ MAX_CORES = 1024
 MAX_PIDS = 32_768
 MAX_DISK_MB = 16 * 1024 * 1024
 MIN_MEMORY_MB = 8
-MAX_LAYERS = 200
 MAX_TEXT = 32 * 1024
 
 
@@ -34,8 +33,6 @@ def _text(field: str, value: str, limit: int = 4096) -> None:
 
 
 def check_args(args: DSecContainerRunArgs) -> None:
-    if args.container_image is None:
-        raise _invalid("container_image", "a container needs a base layer, for example debian@12")
     _in_range("cpu_cores_limit", args.cpu_cores_limit, 0.01, MAX_CORES, "cores")
     _in_range("memory_limit_mb", args.memory_limit_mb, MIN_MEMORY_MB, memory()[1] >> 20, "MiB (the node's memory)")
     _in_range("disk_limit_mb", args.disk_limit_mb, 1, MAX_DISK_MB, "MiB")
@@ -43,8 +40,6 @@ def check_args(args: DSecContainerRunArgs) -> None:
     for field, ttl in (("ttl_running_stop", args.ttl_running_stop), ("ttl_total", args.ttl_total)):
         if ttl is not None and not (math.isfinite(ttl) and ttl > 0):
             raise _invalid(field, f"{ttl} is not a positive number of seconds (None: never)")
-    if len(args.layers) > MAX_LAYERS:
-        raise _invalid("layers", f"{len(args.layers)} layers are more than {MAX_LAYERS}; merge some when building")
     _check_texts(args)
 
 

@@ -25,7 +25,7 @@ class Sandbox:
         self.id = id
         self.args = args
         self.environment = environment
-        self.layers = environment.refs if environment is not None else ()
+        self.layers = environment.refs() if environment is not None else ()
         self.incarnation = incarnation
         self.holder = holder
         self.state = State.CREATING

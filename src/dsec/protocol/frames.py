@@ -14,6 +14,9 @@ DATA_CHUNK = 64 * 1024 - 1  # one byte of a DATA payload is the channel
 STREAM_CREDIT = 256 * 1024
 CONNECTION_CREDIT = 4 * 1024 * 1024
 MAX_GARBAGE = 1024 * 1024
+MAX_DEPTH = 16
+MAX_ELEMENTS = 65_536
+MAX_CHANNEL = 2
 
 _HEAD = struct.Struct("<IBI")
 _PREAMBLE = struct.Struct("<8s16sQ")
@@ -44,6 +47,11 @@ _LIMITS = {
     FrameType.PONG: (0, MAX_PING),
     FrameType.NOTE: (1, MAX_NOTE),
 }
+
+
+# Which frames belong to the connection (stream 0) and which to a stream; CREDIT and NOTE may be either.
+_CONNECTION_ONLY = (FrameType.PING, FrameType.PONG)
+_EITHER = (FrameType.CREDIT, FrameType.NOTE)
 
 
 class ProtocolError(Exception):
@@ -108,10 +116,20 @@ class FrameReader:
                 low, high = _LIMITS.get(kind, (1, -1))
                 if not low <= length - 5 <= high:
                     raise ProtocolError(f"frame of type {kind} with length {length}")
+                if kind not in _EITHER and (stream == 0) != (kind in _CONNECTION_ONLY):
+                    raise ProtocolError(f"frame of type {kind} on stream {stream}")
                 if end - position < 4 + length:
                     break
-                frames.append((kind, stream, bytes(view[position + 9 : position + 4 + length])))
+                payload = bytes(view[position + 9 : position + 4 + length])
+                if kind == FrameType.DATA and payload[0] > MAX_CHANNEL:
+                    raise ProtocolError(f"DATA on channel {payload[0]}")
+                frames.append((kind, stream, payload))
                 position += 4 + length
+            if (
+                end - position >= 4
+                and not 5 <= int.from_bytes(view[position : position + 4], "little") <= MAX_PAYLOAD + 5
+            ):
+                raise ProtocolError("impossible length")
         if position:
             del buffer[:position]
         return frames

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from . import msgpack
 from .errors import ErrorBody, ErrorKind, Fault
 from .frames import (
     CONNECTION_CREDIT,
@@ -104,6 +105,8 @@ class _Flow:
         self.connection = connection
         self.id = stream_id
         self.send_credit = STREAM_CREDIT
+        self.receive_credit = STREAM_CREDIT
+        self.peer_ended = False
         self._unacked = 0
         self.items: deque[Data | Note] = deque()
         self.ended = False  # no more items will come
@@ -138,6 +141,7 @@ class _Flow:
         self._unacked += size
         if self._unacked >= STREAM_CREDIT // 4 and not self.ended:
             self.connection.write(FrameType.CREDIT, self.id, self._unacked.to_bytes(_U32, "little"))
+            self.receive_credit += self._unacked
             self._unacked = 0
 
     def drop(self) -> None:
@@ -156,6 +160,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.closed: Fault | None = None
         self.send_credit = CONNECTION_CREDIT
+        self.receive_credit = CONNECTION_CREDIT
         self._unacked = 0
         self._reader = FrameReader()
         self._preamble: PreambleReader | None = PreambleReader()
@@ -210,22 +215,26 @@ class _Connection(asyncio.Protocol):
     def on_cancel(self, stream: int) -> None:
         raise ProtocolError("CANCEL from the server side")
 
+    def on_note(self, flow: _Flow | None, payload: bytes) -> None:
+        raise ProtocolError("NOTE from the client side")
+
+    def on_end(self, flow: _Flow) -> None:
+        flow.finish()
+
     def known(self, stream: int) -> bool:
         raise NotImplementedError
 
     # -- frames --
 
     def on_frame(self, kind: int, stream: int, payload: bytes) -> None:
-        flow = self.flows.get(stream)
-        if kind == FrameType.DATA:
-            if flow is not None and not flow.ended:
-                flow.push(Data(payload[0], payload[1:]))
-            elif flow is not None or self.known(stream):
-                self.give_back(len(payload))
-            else:
-                raise ProtocolError(f"DATA on unknown stream {stream}")
-        elif kind == FrameType.OPEN:
+        if kind == FrameType.OPEN:
             self.on_open(stream, payload)
+            return
+        flow = self.flows.get(stream)
+        if flow is None and stream != 0 and not self.known(stream):
+            raise ProtocolError(f"frame of type {kind} on unknown stream {stream}")
+        if kind == FrameType.DATA:
+            self._on_data(flow, payload)
         elif kind in (FrameType.REPLY, FrameType.ERROR):
             self.on_final(kind, stream, payload)
         elif kind == FrameType.CREDIT:
@@ -236,15 +245,31 @@ class _Connection(asyncio.Protocol):
                 flow.send_credit += amount
             self._wake_senders()
         elif kind == FrameType.NOTE:
-            if flow is not None:
-                flow.push(Note(payload))
+            self.on_note(flow, payload)
         elif kind == FrameType.END:
             if flow is not None:
-                flow.finish()
+                if flow.peer_ended:
+                    raise ProtocolError(f"END twice on stream {stream}")
+                flow.peer_ended = True
+                self.on_end(flow)
         elif kind == FrameType.CANCEL:
             self.on_cancel(stream)
         elif kind == FrameType.PING:
             self.write(FrameType.PONG, 0, payload)
+
+    def _on_data(self, flow: _Flow | None, payload: bytes) -> None:
+        size = len(payload)
+        self.receive_credit -= size
+        if flow is not None:
+            flow.receive_credit -= size
+            if flow.peer_ended:
+                raise ProtocolError(f"DATA after END on stream {flow.id}")
+        if self.receive_credit < 0 or (flow is not None and flow.receive_credit < 0):
+            raise ProtocolError("DATA beyond the credit")
+        if flow is not None and not flow.ended:
+            flow.push(Data(payload[0], payload[1:]))
+        else:
+            self.give_back(size)
 
     def write(self, kind: FrameType, stream: int, payload: bytes = b"") -> None:
         if self.closed is None:
@@ -267,6 +292,7 @@ class _Connection(asyncio.Protocol):
         self._unacked += size
         if self._unacked >= CONNECTION_CREDIT // 4:
             self.write(FrameType.CREDIT, 0, self._unacked.to_bytes(_U32, "little"))
+            self.receive_credit += self._unacked
             self._unacked = 0
 
     def _wake_senders(self) -> None:
@@ -384,6 +410,10 @@ class LinkStream:
         self._flow.drop()
 
 
+def _is_map(payload: bytes) -> bool:
+    return payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF)
+
+
 class _ClientConnection(_Connection):
     def __init__(self, epoch: int) -> None:
         super().__init__()
@@ -406,16 +436,25 @@ class _ClientConnection(_Connection):
         return True
 
     def known(self, stream: int) -> bool:
-        return 0 < stream < self._next
+        return 0 < stream < self._next and stream % 2 == 1
 
     def on_final(self, kind: int, stream: int, payload: bytes) -> None:
+        if kind == FrameType.ERROR and not _is_map(payload):
+            raise ProtocolError("ERROR without a map")
+        msgpack.check(payload)
         self.flows.pop(stream, None)
         final = self.streams.pop(stream, None)
         if final is not None:
             final._final(kind, payload)
             self._wake_senders()
-        elif not self.known(stream):
-            raise ProtocolError(f"REPLY on unknown stream {stream}")
+
+    def on_note(self, flow: _Flow | None, payload: bytes) -> None:
+        msgpack.check(payload)
+        if flow is not None:
+            flow.push(Note(payload))
+
+    def on_end(self, flow: _Flow) -> None:
+        pass  # the reply follows; it ends the stream
 
     def open(self, method: str, params: object) -> LinkStream:
         if self.closed is not None:
@@ -559,16 +598,19 @@ class _ServerConnection(_Connection):
         return True
 
     def known(self, stream: int) -> bool:
-        return 0 < stream <= self._last
+        return 0 < stream <= self._last and stream % 2 == 1
 
     def on_open(self, stream: int, payload: bytes) -> None:
         if stream <= self._last or stream % 2 == 0:
             raise ProtocolError(f"stream id {stream} after {self._last}")
         self._last = stream
+        msgpack.check(payload)
         try:
             message = _open_decoder.decode(payload)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed OPEN: {error}") from error
+        if not _is_map(bytes(message.p)):
+            raise ProtocolError("params are not a map")
         flow = self.flows[stream] = _Flow(self, stream)
         call = Call(self, flow, message.m, message.p)
         task = self._loop.create_task(self._serve(call, flow))
