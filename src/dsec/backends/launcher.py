@@ -88,7 +88,9 @@ class LauncherFailed(Exception):
 class LauncherClient:
     """One launcher process, started by us; it exits when this end closes."""
 
-    def __init__(self, sock: socket.socket, process: asyncio.subprocess.Process, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, process: asyncio.subprocess.Process, on_lost: Callable[[str], None]
+    ) -> None:
         self._sock = sock
         self._process = process
         self._on_lost = on_lost
@@ -158,7 +160,8 @@ class LauncherClient:
         future = self._waiting[number] = self._loop.create_future()
         self._send(payload, fds)
         try:
-            return await future
+            reply: tuple[bytes, list[int]] = await future
+            return reply
         finally:
             self._waiting.pop(number, None)
 

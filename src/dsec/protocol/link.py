@@ -11,7 +11,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar, cast, overload
 
 import msgspec
 
@@ -173,8 +173,7 @@ class _Connection(asyncio.Protocol):
     # -- transport callbacks --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class is none of asyncio's
 
     def data_received(self, data: bytes) -> None:
         try:
