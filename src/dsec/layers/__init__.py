@@ -2,6 +2,7 @@
 
 from dsec.layers.build import build_directory
 from dsec.layers.compose import DEFAULT_BASE, Environment, compose
+from dsec.layers.debian import build_debian
 from dsec.layers.manifest import Blob, Config, Kind, Manifest, Provenance
 from dsec.layers.mount import mount_layer
 from dsec.layers.names import Ref, parse_ref
@@ -20,6 +21,7 @@ __all__ = [
     "Manifest",
     "Provenance",
     "Ref",
+    "build_debian",
     "build_directory",
     "compose",
     "default_root",
