@@ -14,7 +14,16 @@ from dsec.layers import Environment, LayerStore, Manifest, mount_layer
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs
 
-from .launcher import CreateReply, Empty, LauncherClient, LauncherFailed, LauncherStatus, LauncherUsage, StopReply, SweepReply
+from .launcher import (
+    CreateReply,
+    Empty,
+    LauncherClient,
+    LauncherFailed,
+    LauncherStatus,
+    LauncherUsage,
+    StopReply,
+    SweepReply,
+)
 
 MAX_MOUNTED = 2048
 MIB = 1024 * 1024

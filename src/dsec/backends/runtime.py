@@ -14,7 +14,9 @@ _TARGET = "target/x86_64-unknown-linux-gnu/release/dsec-runtime"
 def runtime_path() -> Path:
     """DSEC_RUNTIME, else the wheel's copy, else the checkout's release build."""
     override = os.environ.get("DSEC_RUNTIME")
-    candidates = [Path(override)] if override else [_PACKAGE / "_bin" / "dsec-runtime", _PACKAGE.parent.parent / _TARGET]
+    candidates = (
+        [Path(override)] if override else [_PACKAGE / "_bin" / "dsec-runtime", _PACKAGE.parent.parent / _TARGET]
+    )
     for candidate in candidates:
         if os.access(candidate, os.X_OK):
             return candidate
