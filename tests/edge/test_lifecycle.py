@@ -1,0 +1,230 @@
+"""The lifecycle's rules, with a backend that makes nothing but can be slow, fail and die on command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dsec.backends.container import Started
+from dsec.backends.launcher import LauncherFailed, LauncherUsage
+from dsec.edge import lifecycle as module
+from dsec.edge.admission import Admission
+from dsec.edge.journal import Journal
+from dsec.edge.lifecycle import Lifecycle
+from dsec.layers import Environment
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
+
+DEADLINE = 5.0
+
+
+class Backend:
+    """Counts what is alive; `gate` holds creations, `broken` fails them."""
+
+    name = "container"
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.broken = False
+        self.alive: dict[str, int] = {}  # sandbox -> write end of the pipe that plays its pidfd
+        self.made = 0
+        self.swept = 0
+
+    async def create(self, sandbox: str, incarnation: int, args: object, environment: object) -> Started:
+        await self.gate.wait()
+        if self.broken:
+            raise Fault(ErrorKind.CREATE_FAILED, "no", stage="launch.overlay")
+        read, write = os.pipe()
+        self.alive[sandbox] = write
+        self.made += 1
+        return Started(pid=1000 + self.made, start=1, pidfd=read, socket=Path("/nowhere"), stages_us={})
+
+    async def stop(self, sandbox: str, environment: object) -> LauncherUsage:
+        write = self.alive.pop(sandbox, None)
+        if write is None:
+            raise LauncherFailed("stop", "unknown")
+        os.close(write)
+        return LauncherUsage()
+
+    def die(self, sandbox: str) -> None:
+        os.write(self.alive[sandbox], b"x")
+
+    async def sweep(self, keep: list[str]) -> dict[str, int]:
+        self.swept += 1
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def any_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = Environment(layers=(), env={}, workdir=None, user=None)
+    monkeypatch.setattr(module, "compose", lambda store, image, layers: empty)
+
+
+@pytest.fixture
+async def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+async def life(tmp_path: Path, backend: Backend) -> AsyncIterator[Lifecycle]:
+    journal = Journal(tmp_path / "journal.db")
+    life = Lifecycle("t", None, backend, journal, Admission(100, 8))  # type: ignore[arg-type]
+    yield life
+    backend.gate.set()
+    await asyncio.wait_for(life.stop_all(Reason.USER), DEADLINE)
+    assert not backend.alive and life.admission.held == 0
+    journal.close()
+
+
+ARGS = DSecContainerRunArgs("debian@12")
+
+
+async def test_exactly_the_limit_is_admitted_and_the_refusals_name_it(life: Lifecycle) -> None:
+    args = DSecContainerRunArgs("debian@12", labels={"job": "grpo-17"})
+    results = await asyncio.gather(*(life.create(args, 10) for _ in range(200)), return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Fault)]
+    assert len(refused) == 100
+    for fault in refused:
+        assert fault.body.kind is ErrorKind.CAPACITY and fault.body.retryable
+        assert fault.body.details["limit"] == "max_sandboxes" and fault.body.details["value"] == 100
+        assert fault.body.details["holders"] == {"job=grpo-17": 100}
+        assert "job=grpo-17: 100" in fault.body.message
+    await life.stop_all(Reason.USER)
+    await life.create(ARGS, 10)
+
+
+async def test_stop_while_creating_ends_in_removal(life: Lifecycle, backend: Backend) -> None:
+    backend.gate.clear()
+    creation = asyncio.create_task(life.create(ARGS, 10))
+    await until(lambda: bool(life.live()))
+    [sandbox] = life.live()
+    stop = asyncio.create_task(life.stop(sandbox.id))
+    await asyncio.sleep(0)
+    backend.gate.set()
+    with pytest.raises(Fault) as caught:
+        await creation
+    assert caught.value.body.kind is ErrorKind.UNAVAILABLE
+    await asyncio.wait_for(stop, DEADLINE)
+    assert not backend.alive and sandbox.reason is Reason.USER and sandbox.state is State.STOPPED
+
+
+async def test_a_cancelled_creation_leaves_nothing(life: Lifecycle, backend: Backend) -> None:
+    backend.gate.clear()
+    creation = asyncio.create_task(life.create(ARGS, 10))
+    await until(lambda: bool(life.live()))
+    creation.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creation
+    await until(lambda: life.admission.held == 0)
+
+
+async def test_a_creation_that_takes_too_long_names_its_stage(life: Lifecycle, backend: Backend) -> None:
+    backend.gate.clear()
+    with pytest.raises(Fault) as caught:
+        await life.create(ARGS, 0.05)
+    assert caught.value.body.kind is ErrorKind.CREATE_FAILED
+    assert caught.value.body.details["stage"] == "timeout.launch"
+
+
+async def test_a_failed_creation_gives_its_place_back(life: Lifecycle, backend: Backend) -> None:
+    backend.broken = True
+    with pytest.raises(Fault, match="no"):
+        await life.create(ARGS, 10)
+    await until(lambda: life.admission.held == 0)
+    assert life.failed_total == 1
+
+
+async def test_the_same_idempotency_key_gives_the_same_sandbox(life: Lifecycle, backend: Backend) -> None:
+    args = DSecContainerRunArgs("debian@12", idempotency_key="k")
+    first, second = await asyncio.gather(life.create(args, 10), life.create(args, 10))
+    third = await life.create(args, 10)
+    assert first.id == second.id == third.id and backend.made == 1
+    await life.stop(first.id)
+    assert (await life.create(args, 10)).id != first.id
+
+
+async def test_a_death_is_seen_and_named(life: Lifecycle, backend: Backend) -> None:
+    created = await life.create(ARGS, 10)
+    backend.die(created.id)
+    sandbox = life.running(created.id)
+    await asyncio.wait_for(sandbox.ended.wait(), DEADLINE)
+    with pytest.raises(Fault) as caught:
+        life.running(created.id)
+    assert caught.value.body.kind is ErrorKind.UNAVAILABLE and caught.value.body.details["reason"] == "agent_lost"
+
+
+async def test_ttls(life: Lifecycle) -> None:
+    idle = await life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=0.05), 10)
+    total = await life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=None, ttl_total=0.05), 10)
+    busy = await life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=0.05), 10)
+    watcher = asyncio.create_task(life.watch_ttls())
+    sandboxes = [life.running(c.id) for c in (idle, total, busy)]
+    with sandboxes[2].activity():
+        for sandbox, reason in zip(sandboxes, (Reason.TTL_IDLE, Reason.TTL_TOTAL), strict=False):
+            await asyncio.wait_for(sandbox.ended.wait(), DEADLINE)
+            assert sandbox.reason is reason
+        assert sandboxes[2].expired(time.monotonic() + 1e6) is None, "a foreground command is activity"
+    await asyncio.wait_for(sandboxes[2].ended.wait(), DEADLINE)
+    watcher.cancel()
+
+
+async def test_stop_is_idempotent_and_unknown_ids_are_not_found(life: Lifecycle) -> None:
+    created = await life.create(ARGS, 10)
+    await asyncio.gather(*(life.stop(created.id) for _ in range(5)))
+    await life.stop(created.id)
+    with pytest.raises(Fault) as caught:
+        await life.stop("sb-t-000000000000")
+    assert caught.value.body.kind is ErrorKind.NOT_FOUND
+
+
+async def test_a_wrong_incarnation_is_unavailable(life: Lifecycle) -> None:
+    created = await life.create(ARGS, 10)
+    with pytest.raises(Fault) as caught:
+        life.running(created.id, created.incarnation + 1)
+    assert caught.value.body.details["reason"] == "replaced"
+
+
+async def test_a_restart_says_what_became_of_the_sandboxes(tmp_path: Path) -> None:
+    first = Backend()
+    life = Lifecycle("t", None, first, Journal(tmp_path / "j.db"), Admission(10, 8))  # type: ignore[arg-type]
+    created = await life.create(ARGS, 10)
+    life._journal.close()
+    for write in first.alive.values():
+        os.close(write)
+    life._close_pidfd(life.live()[0])
+    second = Backend()
+    after = Lifecycle("t", None, second, Journal(tmp_path / "j.db"), Admission(10, 8))  # type: ignore[arg-type]
+    await after.recover()
+    assert second.swept == 1
+    with pytest.raises(Fault) as caught:
+        after.running(created.id)
+    assert caught.value.body.details["reason"] == "edge_restart"
+    assert after._journal.next_epoch() == 1
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("memory_limit_mb", -1), ("memory_limit_mb", 10**9), ("cpu_cores_limit", float("nan")), ("cpu_cores_limit", 0),
+        ("cpu_cores_limit", 1e9), ("disk_limit_mb", 0), ("pids_limit", 0), ("pids_limit", 10**7), ("ttl_total", -5),
+        ("ttl_running_stop", float("inf")), ("init_user", ""), ("workdir", "relative"), ("env", {"A=B": "x"}),
+        ("env", {"A": "x\0"}), ("env", {"A": "x" * 100_000}), ("labels", {str(i): "" for i in range(65)}),
+    ],
+)  # fmt: skip
+async def test_absurd_arguments_are_refused_by_name(life: Lifecycle, field: str, value: object) -> None:
+    with pytest.raises(Fault) as caught:
+        await life.create(DSecContainerRunArgs("debian@12", **{field: value}), 10)  # type: ignore[arg-type]
+    assert caught.value.body.kind is ErrorKind.INVALID and caught.value.body.message.startswith(field)
+
+
+async def until(condition: object, deadline: float = DEADLINE) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(deadline):
+        while not condition():
+            await asyncio.sleep(0)
