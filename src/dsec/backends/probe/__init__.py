@@ -27,6 +27,23 @@ from dsec.protocol.specs import Capability
 
 _DEADLINE_S = 60.0
 
+# Good to have: containers run without these. Everything else is needed.
+OPTIONAL = frozenset(
+    {
+        "cap_sys_resource",
+        "mmdebstrap",
+        "gcc",
+        "cgroup_freeze",
+        "uppers_btrfs",
+        "mkfs.btrfs",
+        "kvm",
+        "qemu",
+        "backend_microvm",
+        "backend_fullvm",
+        "backend_fncall",
+    }
+)
+
 
 def probe_all(names: tuple[str, ...] = (), scratch: Path | None = None) -> tuple[Capability, ...]:
     """Run the named probes (all when empty), in the order of the registry.

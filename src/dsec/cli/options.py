@@ -1,0 +1,36 @@
+"""Options that several commands share, and the parsing of their values."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsec.cli.failure import usage
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="Set a variable; repeatable.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="Repeatable.")]
+User = Annotated[str | None, typer.Option("--user", "-u", help="Name or numeric id inside the sandbox.")]
+Workdir = Annotated[str | None, typer.Option("--workdir", "-w", metavar="PATH", help="Where the command starts.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", "-t", metavar="SECONDS", help="Kill the command's whole tree after that (exit code 137).", min=0
+    ),
+]
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- COMMAND", help="The command and its arguments, after `--`.", show_default=False),
+]
+
+
+def pairs(values: list[str] | None, option: str) -> dict[str, str]:
+    """`NAME=VALUE` strings as a dictionary."""
+    parsed: dict[str, str] = {}
+    for value in values or []:
+        name, equals, rest = value.partition("=")
+        if not name or not equals:
+            raise usage(f"{option} {value!r} is not NAME=VALUE", hint=f"for example: {option} team=search")
+        parsed[name] = rest
+    return parsed

@@ -1,0 +1,139 @@
+"""`dsec up`, `dsec down`, `dsec status`: the platform of this machine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli import options
+from dsec.cli.failure import ExitCode, not_running
+from dsec.cli.output import megabytes, note, print_facts, print_json
+
+if TYPE_CHECKING:
+    from dsec import DSecClient
+    from dsec.cluster.embedded import LocalStatus
+
+State = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="DIR", help="State directory (default: DSEC_STATE, then /var/lib/dsec)."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(up)
+    app.command()(down)
+    app.command()(status)
+
+
+def up(
+    port: Annotated[int, typer.Option(help="Port on loopback.", min=0, max=65535)] = 7707,
+    state: State = None,
+    max_sandboxes: Annotated[int | None, typer.Option(help="Limit of sandboxes at once.", min=1)] = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay here; end the platform on Ctrl-C.")] = False,
+    json: options.Json = False,
+) -> int:
+    """Start the platform on this machine.
+
+    One API server and one edge; both outlive this command. Does nothing when they run already.
+
+    \b
+    dsec up
+    dsec up --max-sandboxes 100 --port 8800
+    dsec up --foreground          under a supervisor
+    """
+    from dsec.cluster import embedded
+
+    started = time.monotonic()
+    if foreground:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # an early Ctrl-C waits until there is something to end
+    endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes)
+    if json:
+        print_json(endpoint)
+    else:
+        print(f"DSec answers at {endpoint.url}")
+        note(
+            f"key in {endpoint.key_file}; ready in {time.monotonic() - started:.2f} s; try: dsec run debian@12 -- python3 -V"
+        )
+    if not foreground:
+        return 0
+    number = signal.sigwait(_ENDS)
+    note("stopping")
+    embedded.down(state)
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else 0
+
+
+_ENDS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def down(state: State = None, json: options.Json = False) -> None:
+    """Stop every sandbox, then the platform. No error when it does not run.
+
+    \b
+    dsec down
+    """
+    from dsec.cluster import embedded
+
+    was_running = embedded.down(state)
+    if json:
+        print_json({"was_running": was_running})
+    else:
+        print("stopped" if was_running else "was not running")
+
+
+def status(state: State = None, json: options.Json = False) -> int:
+    """Show whether the platform runs and what it holds.
+
+    Exit code 69 when it does not run.
+
+    \b
+    dsec status
+    dsec status --json | jq .sandboxes
+    """
+    from dsec.cluster import embedded
+
+    local = embedded.status(state)
+    if not local.running or local.endpoint is None:
+        if json:
+            print_json({"running": False, "processes": local.processes})
+            return ExitCode.NOT_RUNNING
+        dead = [process.role for process in local.processes if process.pid is None]
+        raise not_running(f"no {' and no '.join(dead)}" if dead else "no endpoint")
+    from dsec.cli.connect import with_client
+
+    document = with_client(_loads, endpoint=local.endpoint)
+    if json:
+        print_json({"running": True, "endpoint": local.endpoint, "processes": local.processes, **document})
+    else:
+        print_facts(_facts(local, document))
+    return 0
+
+
+async def _loads(client: DSecClient) -> dict[str, object]:
+    """What the platform says of itself and how many sandboxes there are, by state."""
+    capabilities = await client.capabilities()
+    counts: dict[str, int] = {}
+    memory = 0
+    async for info in client.list():
+        counts[info.state.value] = counts.get(info.state.value, 0) + 1
+        memory += max(0, info.usage.memory_bytes)
+    return {"version": capabilities.version, "sandboxes": counts, "memory_bytes": memory, "limits": capabilities.limits}
+
+
+def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, str]]:
+    counts, limits = document["sandboxes"], document["limits"]
+    assert local.endpoint is not None and isinstance(counts, dict) and isinstance(limits, dict)
+    memory = document["memory_bytes"]
+    held = ", ".join(f"{number} {state}" for state, number in sorted(counts.items())) or "none"
+    return [
+        ("answers at", local.endpoint.url),
+        ("version", str(document["version"])),
+        ("state", local.endpoint.state),
+        ("processes", ", ".join(f"{process.role} {process.pid}" for process in local.processes)),
+        ("sandboxes", held),
+        ("memory", f"{megabytes(memory if isinstance(memory, int) else 0)} in sandboxes"),
+        *((name.replace("_", " "), f"{value:,}") for name, value in limits.items()),
+    ]
