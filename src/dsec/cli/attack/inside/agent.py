@@ -104,7 +104,7 @@ def _nice_of_agent() -> int:
         return int(handle.read().rpartition(")")[2].split()[16])
 
 
-@each("agent.setpriority", "change PID 1's nice value, addressed by {}", _TARGETS)
+@each("agent.setpriority", "change PID 1's nice value, addressed by {}", _TARGETS, also=(errno.ESRCH,))
 def setpriority(which: int) -> str | None:
     before = _nice_of_agent()
     call(_SETPRIORITY, which, _who(which), 19 if which == 2 else before)
@@ -114,7 +114,12 @@ def setpriority(which: int) -> str | None:
 
 
 # Class 2 (best effort) level 4 is what a process has that never asked.
-@each("agent.ioprio", "change PID 1's I/O priority, addressed by {}", {"process": 1, "group": 2, "user": 3})
+@each(
+    "agent.ioprio",
+    "change PID 1's I/O priority, addressed by {}",
+    {"process": 1, "group": 2, "user": 3},
+    also=(errno.ESRCH,),
+)
 def ioprio(which: int) -> str | None:
     call(_IOPRIO_SET, which, _who(which - 1), 2 << 13 | 4)
     return "set PID 1's I/O priority"
@@ -201,7 +206,7 @@ def kcmp() -> str | None:
 
 @attempt("agent.migrate_pages", "migrate PID 1's pages")
 def migrate_pages() -> str | None:
-    call(_MIGRATE_PAGES, 1, 1, (1).to_bytes(8, "little"), (1).to_bytes(8, "little"))
+    call(_MIGRATE_PAGES, 1, 64, (1).to_bytes(8, "little"), (1).to_bytes(8, "little"))
     return "migrated pages of PID 1"
 
 

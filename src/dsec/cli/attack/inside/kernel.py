@@ -73,11 +73,10 @@ def acct() -> str | None:
     return permitted_but(_ACCT, b"/no-such-file", invalid=(errno.ENOENT,))
 
 
-@attempt("kernel.quotactl", "change disk quotas", also=(errno.ENOTBLK,))
+@attempt("kernel.quotactl", "change disk quotas")
 def quotactl() -> str | None:
-    return permitted_but(
-        _QUOTACTL, 0x800008 << 8, b"/dev/null", 0, ctypes.create_string_buffer(128).raw, invalid=(errno.ESRCH,)
-    )
+    invalid = (errno.ESRCH, errno.ENOTBLK, errno.ENOENT)
+    return permitted_but(_QUOTACTL, 0x800008 << 8, b"/dev/null", 0, bytes(128), invalid=invalid)
 
 
 @attempt("kernel.settimeofday", "set the machine's clock")
@@ -185,7 +184,7 @@ def add_key() -> str | None:
 
 @attempt("kernel.request_key", "make the kernel run its key helper on the host")
 def request_key() -> str | None:
-    return permitted_but(_REQUEST_KEY, b"user", b"attack", b"x", 0, invalid=(errno.ENOKEY,))
+    return permitted_but(_REQUEST_KEY, b"user", b"attack", b"x", 0, invalid=(errno.ENOKEY, errno.ENOENT))
 
 
 @attempt("kernel.page_zero", "map address zero", also=(errno.EINVAL,))
