@@ -1,6 +1,6 @@
 """Layers: immutable, content-addressed pieces of a root filesystem, and how environments are composed of them (report, 4)."""
 
-from dsec.layers.build import build_directory
+from dsec.layers.build import build_directory, build_oci_layout, build_tar
 from dsec.layers.compose import DEFAULT_BASE, Environment, compose
 from dsec.layers.debian import build_debian
 from dsec.layers.manifest import Blob, Config, Kind, Manifest, Provenance
@@ -23,6 +23,8 @@ __all__ = [
     "Ref",
     "build_debian",
     "build_directory",
+    "build_oci_layout",
+    "build_tar",
     "compose",
     "default_root",
     "mount_layer",

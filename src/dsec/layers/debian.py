@@ -57,10 +57,8 @@ _SOURCES = """\
 # No package sources: what a sandbox may reach is decided by its network_rules, and allowed mirrors are configured
 # when it is created.
 """
-_EMPTIED = _words("""
-    dev proc sys run tmp var/tmp var/log var/cache/apt var/cache/debconf var/cache/ldconfig var/cache/man
-    var/lib/apt/lists var/lib/systemd root/.cache usr/share/doc-base
-""")
+_EMPTIED = _words("dev proc sys run tmp var/tmp var/lib/systemd root/.cache usr/share/doc-base")
+_WITHOUT_FILES = _words("var/log var/cache var/lib/apt/lists")  # their directories stay: apt and others expect them
 _REMOVED = _words("""
     etc/hostname etc/.pwd.lock etc/passwd- etc/group- etc/shadow- etc/gshadow- etc/subuid- etc/subgid-
     etc/apt/sources.list etc/apt/sources.list.d/0000main.sources etc/apt/apt.conf.d/99mmdebstrap
@@ -242,6 +240,10 @@ def _clean(tree: Path) -> None:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
+    for name in _WITHOUT_FILES:
+        for where, _, files in os.walk(tree / name):
+            for file in files:
+                os.unlink(os.path.join(where, file))
     for name in _REMOVED:
         (tree / name).unlink(missing_ok=True)
     sources = tree / "etc/apt/sources.list.d"

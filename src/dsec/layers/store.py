@@ -170,7 +170,6 @@ class LayerStore:
         """
         check_name(name)
         check_version(version)
-        check_place(self.root)
         manifest = Manifest(
             name=name,
             version=version,
@@ -353,6 +352,7 @@ class LayerStore:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for directory in (self._blobs, self._manifests, self._tags, self._tmp):
                 directory.mkdir(mode=0o700, exist_ok=True)
+        check_place(self.root)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
