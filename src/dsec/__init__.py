@@ -1,0 +1,104 @@
+"""DSec: elastic sandboxes for agentic reinforcement learning and evaluation.
+
+Everything public is here (async) and in `dsec.sync` (the same without `await`). Names are loaded when they are first used, so
+that `import dsec` costs a training process nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsec.cluster.embedded import embedded as embedded
+    from dsec.protocol.errors import ErrorKind as ErrorKind
+    from dsec.protocol.specs import Capabilities as Capabilities
+    from dsec.protocol.specs import Capability as Capability
+    from dsec.protocol.specs import Change as Change
+    from dsec.protocol.specs import ChangeKind as ChangeKind
+    from dsec.protocol.specs import ChangeSet as ChangeSet
+    from dsec.protocol.specs import DSecContainerRunArgs as DSecContainerRunArgs
+    from dsec.protocol.specs import FileInfo as FileInfo
+    from dsec.protocol.specs import FileKind as FileKind
+    from dsec.protocol.specs import LayerRef as LayerRef
+    from dsec.protocol.specs import Limits as Limits
+    from dsec.protocol.specs import Network as Network
+    from dsec.protocol.specs import ProcessInfo as ProcessInfo
+    from dsec.protocol.specs import Reason as Reason
+    from dsec.protocol.specs import SandboxInfo as SandboxInfo
+    from dsec.protocol.specs import State as State
+    from dsec.protocol.specs import Usage as Usage
+    from dsec.sdk.archive import Downloaded as Downloaded
+    from dsec.sdk.bursts import Burst as Burst
+    from dsec.sdk.bursts import Outcome as Outcome
+    from dsec.sdk.client import DSecClient as DSecClient
+    from dsec.sdk.errors import AuthenticationError as AuthenticationError
+    from dsec.sdk.errors import CapacityError as CapacityError
+    from dsec.sdk.errors import CommandFailed as CommandFailed
+    from dsec.sdk.errors import CommandTimedOut as CommandTimedOut
+    from dsec.sdk.errors import Conflict as Conflict
+    from dsec.sdk.errors import ConnectionLost as ConnectionLost
+    from dsec.sdk.errors import ConnectTimeout as ConnectTimeout
+    from dsec.sdk.errors import CreateFailed as CreateFailed
+    from dsec.sdk.errors import CreateTimeout as CreateTimeout
+    from dsec.sdk.errors import DSecError as DSecError
+    from dsec.sdk.errors import FileError as FileError
+    from dsec.sdk.errors import InternalError as InternalError
+    from dsec.sdk.errors import InvalidRequest as InvalidRequest
+    from dsec.sdk.errors import NoSpace as NoSpace
+    from dsec.sdk.errors import NotFound as NotFound
+    from dsec.sdk.errors import PermissionDenied as PermissionDenied
+    from dsec.sdk.errors import QuotaExceeded as QuotaExceeded
+    from dsec.sdk.errors import RequestTimeout as RequestTimeout
+    from dsec.sdk.errors import SandboxUnavailable as SandboxUnavailable
+    from dsec.sdk.errors import TooLarge as TooLarge
+    from dsec.sdk.errors import Unsupported as Unsupported
+    from dsec.sdk.files import Files as Files
+    from dsec.sdk.layers import Layers as Layers
+    from dsec.sdk.process import Process as Process
+    from dsec.sdk.results import Event as Event
+    from dsec.sdk.results import ExecResult as ExecResult
+    from dsec.sdk.results import Exit as Exit
+    from dsec.sdk.results import LogLine as LogLine
+    from dsec.sdk.results import Stderr as Stderr
+    from dsec.sdk.results import Stdout as Stdout
+    from dsec.sdk.sandbox import Sandbox as Sandbox
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dsec.cluster.embedded": ("embedded",),
+    "dsec.protocol.errors": ("ErrorKind",),
+    "dsec.protocol.specs": (
+        "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileInfo", "FileKind",
+        "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "State", "Usage",
+    ),
+    "dsec.sdk.archive": ("Downloaded",),
+    "dsec.sdk.bursts": ("Burst", "Outcome"),
+    "dsec.sdk.client": ("DSecClient",),
+    "dsec.sdk.errors": (
+        "AuthenticationError", "CapacityError", "CommandFailed", "CommandTimedOut", "Conflict", "ConnectTimeout",
+        "ConnectionLost", "CreateFailed", "CreateTimeout", "DSecError", "FileError", "InternalError", "InvalidRequest",
+        "NoSpace", "NotFound", "PermissionDenied", "QuotaExceeded", "RequestTimeout", "SandboxUnavailable", "TooLarge",
+        "Unsupported",
+    ),
+    "dsec.sdk.files": ("Files",),
+    "dsec.sdk.layers": ("Layers",),
+    "dsec.sdk.process": ("Process",),
+    "dsec.sdk.results": ("Event", "ExecResult", "Exit", "LogLine", "Stderr", "Stdout"),
+    "dsec.sdk.sandbox": ("Sandbox",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = [*sorted(_HOME), "sync"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "sync":
+        return importlib.import_module("dsec.sync")
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dsec' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The only network path between trusted callers and sandboxes. Keeps no state of any sandbox (report, 3)."""

@@ -1,0 +1,131 @@
+"""The ASGI application: request ids, keys, routing, and errors as the interface promises them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from dsec.iam.keys import KeyRing
+from dsec.placement.choice import Placement
+from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
+from dsec.protocol.ids import new_request_id
+
+from .commands import follow
+from .exchange import Exchange, Services, error_response
+from .fleet import Fleet
+from .openapi import document
+from .routes import OPERATIONS, PUBLIC_PATHS, STREAM_PATH, Handler
+
+log = structlog.get_logger("dsec.apiserver")
+
+
+class Endpoint:
+    """All methods of one path."""
+
+    def __init__(self, services: Services, handlers: dict[str, Handler]) -> None:
+        self._services = services
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["method"])
+        if handler is None:
+            await self._refuse(scope, receive, send)
+            return
+        response = await handler(Exchange(scope, receive, send, self._services))
+        await response(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = ", ".join(sorted(self._handlers))
+        body = ErrorBody(kind=ErrorKind.INVALID, message=f"method {scope['method']} is not one of {allowed} here")
+        response = error_response(body, scope["dsec.request_id"])
+        response.status_code = 405
+        response.headers["allow"] = allowed
+        await response(scope, receive, send)
+
+
+class Entry:
+    """Outermost: gives every request an id, checks its key, and turns faults into answers."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["dsec.request_id"] = new_request_id()
+        started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal started
+            if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            if scope["path"] not in PUBLIC_PATHS:
+                headers = dict(scope["headers"])
+                project = headers.get(b"x-dsec-project", b"").decode("latin-1")
+                scope["dsec.principal"] = self._keys.check(headers.get(b"authorization"), project)
+            await self._app(scope, receive, tracked)
+        except Fault as fault:
+            body = fault.body
+        except Exception as error:
+            log.error("request failed", request_id=request_id, path=scope["path"], exc_info=error)
+            body = ErrorBody(
+                kind=ErrorKind.INTERNAL,
+                message=f"{type(error).__name__} in the apiserver",
+                hint=f"its log has the cause under {request_id}",
+            )
+        else:
+            return
+        if started:
+            # The status is gone; ending without the last chunk is the only way left to say that this is not all.
+            log.warning("answer cut short", request_id=request_id, kind=body.kind.value, message=body.message)
+            return
+        sandbox = scope.get("path_params", {}).get("id")
+        response = error_response(body, request_id, sandbox)
+        if scope["type"] == "websocket":
+            await WebSocket(scope, receive, tracked).send_denial_response(response)
+        else:
+            await response(scope, receive, tracked)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise Fault(ErrorKind.NOT_FOUND, f"no such path: {scope['path'][:200]}", hint="GET /openapi.json lists them")
+
+
+def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
+    """The application over a fleet that it starts and stops itself."""
+    services = Services(fleet, Placement(), version)
+    services.openapi = document(version)
+    by_path: dict[str, dict[str, Handler]] = {}
+    for operation in OPERATIONS:
+        by_path.setdefault(operation.path, {})[operation.method] = operation.handler
+    routes: list[BaseRoute] = [Route(path, Endpoint(services, handlers)) for path, handlers in by_path.items()]
+
+    async def stream(socket: WebSocket) -> None:
+        await follow(Exchange(socket.scope, socket.receive, socket.send, services), socket)
+
+    routes.append(WebSocketRoute(STREAM_PATH, stream))
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await fleet.start()
+        try:
+            yield
+        finally:
+            await fleet.stop()
+
+    router = Starlette(routes=routes, lifespan=lifespan).router
+    router.default = _not_found
+    router.redirect_slashes = False
+    return Entry(router, keys)

@@ -1,0 +1,195 @@
+"""What the HTTP interface takes and gives beyond the shared specs, and strict decoding of it."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
+from dsec.protocol.ids import new_exec_id, valid_exec_id
+from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo
+
+T = TypeVar("T")
+MAX_BURST = 100_000
+MAX_WAIT_S = 300.0
+
+
+class ContainerArgs(DSecContainerRunArgs, frozen=True, forbid_unknown_fields=True):
+    """`DSecContainerRunArgs`, strictly."""
+
+
+class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sandbox, or a burst when `count` is there or `args` is a list. timeout in seconds, from request to ready.
+
+    A burst makes `count` of each args; `index` of an outcome counts through the list, all of one before the next.
+    """
+
+    args: ContainerArgs | list[ContainerArgs] = ContainerArgs()
+    count: int | UnsetType = UNSET
+    timeout: float = 120
+    backend: Literal["container"] = "container"
+
+
+class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ExecSpec` for HTTP. `command` is argv (list) or line (string) as text, for callers without base64.
+
+    The answer comes when the command ends or after `wait_s` seconds (or some MiB of output) with `done` null: ask again
+    with the same exec_id and `cursor` advanced by the bytes received of both streams. An exec_id is made when none is
+    given, so only a caller that sends one may safely repeat a request.
+    """
+
+    exec_id: str = ""
+    command: str | list[str] | None = None
+    wait_s: float = 25
+    cursor: int = 0
+
+    def params(self) -> dict[str, object]:
+        """The link's parameters of `exec`; Fault invalid_request for what no edge need see."""
+        params = {name: getattr(self, name) for name in _SPEC_FIELDS}
+        given = [name for name in ("argv", "line", "command") if getattr(self, name)]
+        if len(given) != 1:
+            raise Fault(
+                ErrorKind.INVALID,
+                f"exactly one of argv, line and command is needed, not {' and '.join(given) or 'none'}",
+            )
+        if isinstance(self.command, str):
+            params["line"] = self.command.encode()
+        elif self.command:
+            params["argv"] = [word.encode() for word in self.command]
+        params["exec_id"] = checked_exec_id(self.exec_id or new_exec_id())
+        return params
+
+
+_SPEC_FIELDS = ExecSpec.__struct_fields__
+
+
+def checked_exec_id(exec_id: str) -> str:
+    if not valid_exec_id(exec_id):
+        raise Fault(
+            ErrorKind.INVALID,
+            f"exec_id {exec_id[:80]!r} is not 1 to 64 of letters, digits, '.', '_', ':' and '-'",
+        )
+    return exec_id
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A detached command: pid as seen inside the sandbox."""
+
+    exec_id: str
+    pid: int = 0
+
+
+class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds, null for never; what is absent stays as it is."""
+
+    running_stop: float | UnsetType | None = UNSET
+    total: float | UnsetType | None = UNSET
+
+
+class ChangesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include: globs of paths relative to `/`; empty for everything. max_bytes: of contents carried."""
+
+    include: list[str] = []
+    max_bytes: int = 16 * 1024 * 1024
+
+
+class MoveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Paths are base64."""
+
+    source: bytes
+    target: bytes
+    user: str | None = None
+
+
+class MkdirRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """path is base64; mode is permission bits."""
+
+    path: bytes
+    mode: int = 0o755
+    parents: bool = True
+    user: str | None = None
+
+
+class SignalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A signal by name (`TERM` or `SIGTERM`) or number, to the command's process group; KILL ends its whole tree."""
+
+    signal: str | int
+
+
+class StopManyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every sandbox that carries all of these labels; empty labels would be all of them, so `all` must then be true.
+
+    Or, with `burst` (its idempotency_key), every sandbox of a burst but those in `keep`.
+    """
+
+    labels: dict[str, str] = {}
+    all: bool = False
+    burst: str = ""
+    keep: list[str] = []
+
+
+class Count(msgspec.Struct, frozen=True):
+    count: int
+
+
+class Size(msgspec.Struct, frozen=True):
+    """Bytes written."""
+
+    size: int
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """Members of an archive unpacked."""
+
+    entries: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Nothing to say: it is done."""
+
+
+class SandboxList(msgspec.Struct, frozen=True):
+    sandboxes: list[SandboxInfo]
+
+
+class EdgeHealth(msgspec.Struct, frozen=True):
+    status: EdgeStatus
+    connected: bool
+    suspect: bool
+
+
+class PlatformStatus(msgspec.Struct, frozen=True):
+    """Every edge's last beat."""
+
+    version: str
+    edges: list[EdgeHealth]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The apiserver answers; `edges` of them are connected."""
+
+    ok: bool
+    version: str
+    edges: int
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+_decoders: dict[object, msgspec.json.Decoder[object]] = {}
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """JSON to a request type; what is wrong is a Fault that names the field."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        return decoder.decode(body or b"{}")  # type: ignore[return-value]
+    except msgspec.ValidationError as error:
+        raise Fault(ErrorKind.INVALID, str(error), hint="GET /openapi.json describes every request") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise Fault(ErrorKind.INVALID, f"the body is not JSON: {error}") from error

@@ -1,0 +1,271 @@
+"""One HTTP request in the hands of a handler: who asks, what for, and the ways to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsec.placement.choice import Placement
+from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind, Fault
+from dsec.protocol.link import Data, LinkStream
+from dsec.protocol.specs import SandboxInfo
+
+from .bodies import ErrorReply, decode_json
+from .fleet import EdgeLink, Fleet
+
+T = TypeVar("T")
+JSON = "application/json"
+NDJSON = "application/x-ndjson"
+BYTES = "application/octet-stream"
+INCARNATION = "x-dsec-incarnation"
+MAX_JSON = 1024 * 1024
+MAX_PATH = 4096
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+
+
+class Services:
+    """What every handler may use."""
+
+    def __init__(self, fleet: Fleet, placement: Placement, version: str) -> None:
+        self.fleet = fleet
+        self.placement = placement
+        self.version = version
+        self.openapi = b""
+
+
+class Exchange:
+    """A request; handlers take one and return a Starlette response or raise a Fault."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
+        self.request = Request(scope, receive, send)
+        self.services = services
+        self.request_id: str = scope["dsec.request_id"]
+
+    # -- what was asked --
+
+    def path_param(self, name: str) -> str:
+        value: str = self.request.path_params[name]
+        return value
+
+    @property
+    def sandbox(self) -> str:
+        return self.path_param("id")
+
+    def header(self, name: str) -> str | None:
+        return self.request.headers.get(name)
+
+    def wants_ndjson(self) -> bool:
+        return NDJSON in (self.header("accept") or "")
+
+    def query(self, name: str) -> str | None:
+        return self.request.query_params.get(name)
+
+    def number(self, name: str, default: int | None = None, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
+        text = self.query(name)
+        if text is None or text == "":
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise Fault(
+                ErrorKind.INVALID, f"query parameter {name}={text[:40]!r} is not a whole number of {low} or more"
+            )
+        return value
+
+    def flag(self, name: str) -> bool:
+        text = self.query(name)
+        if text in (None, "0", "false"):
+            return False
+        if text in ("1", "true", ""):
+            return True
+        raise Fault(ErrorKind.INVALID, f"query parameter {name}={str(text)[:40]!r} is neither true nor false")
+
+    def file_path(self) -> bytes:
+        """`path_b64` (base64 or base64url, any bytes) or `path` (UTF-8)."""
+        encoded = self.query("path_b64")
+        if encoded is None:
+            text = self.query("path")
+            if text is None:
+                raise Fault(ErrorKind.INVALID, "query parameter path or path_b64 is missing")
+            path = text.encode("utf-8", "surrogateescape")
+        else:
+            try:
+                path = base64.b64decode(
+                    encoded.replace("-", "+").replace("_", "/") + "=" * (-len(encoded) % 4), validate=True
+                )
+            except (binascii.Error, ValueError) as error:
+                raise Fault(ErrorKind.INVALID, f"query parameter path_b64 is not base64: {error}") from error
+        return checked_path(path)
+
+    async def body(self, limit: int = MAX_JSON) -> bytes:
+        """The whole body; Fault too_large before reading more than `limit` bytes."""
+        announced = self.header("content-length")
+        if announced is not None and announced.isdigit() and int(announced) > limit:
+            raise _too_large(int(announced), limit)
+        parts: list[bytes] = []
+        size = 0
+        async for part in self.chunks():
+            size += len(part)
+            if size > limit:
+                raise _too_large(size, limit)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives; Fault connection_lost when the client goes away in the middle."""
+        try:
+            async for part in self.request.stream():
+                if part:
+                    yield part
+        except ClientDisconnect as error:
+            raise Fault(ErrorKind.CONNECTION_LOST, "the client went away while sending") from error
+
+    async def json(self, kind: type[T], limit: int = MAX_JSON) -> T:
+        return decode_json(await self.body(limit), kind)
+
+    # -- the sandbox it is about --
+
+    async def link(self) -> EdgeLink:
+        return await self.services.fleet.route(self.sandbox)
+
+    def asked_incarnation(self) -> int | None:
+        text = self.header(INCARNATION)
+        if text is None:
+            return None
+        if not text.isdigit():
+            raise Fault(ErrorKind.INVALID, f"header {INCARNATION}: {text[:40]!r} is not a whole number")
+        return int(text)
+
+    async def target(self) -> tuple[EdgeLink, dict[str, object], int]:
+        """Link, base parameters and incarnation: the one that the caller named, else the present one."""
+        link = await self.link()
+        params = self.params()
+        incarnation = self.asked_incarnation()
+        if incarnation is None:
+            incarnation = (await link.call("sandbox.info", params, SandboxInfo)).incarnation
+        params["incarnation"] = incarnation
+        return link, params, incarnation
+
+    def params(self) -> dict[str, object]:
+        return {"request_id": self.request_id, "sandbox": self.sandbox}
+
+    # -- answers --
+
+    def reply(self, result: object, *, incarnation: int | None = None, status: int = 200) -> Response:
+        return Response(encode(result), status, _headers(incarnation), JSON)
+
+    def stream(
+        self, chunks: AsyncIterator[bytes], media_type: str, *, end: Callable[[], None], incarnation: int | None = None
+    ) -> Response:
+        """A streamed answer; `end` is called however it ends, a client that went away included."""
+        return StreamedReply(chunks, media_type, _headers(incarnation), end)
+
+
+def _headers(incarnation: int | None) -> dict[str, str] | None:
+    return None if incarnation is None else {INCARNATION: str(incarnation)}
+
+
+def _too_large(size: int, limit: int) -> Fault:
+    return Fault(
+        ErrorKind.TOO_LARGE,
+        f"a body of {size} bytes or more is over this request's limit of {limit}",
+        hint="send large contents as a file",
+        limit=limit,
+        value=size,
+    )
+
+
+def checked_path(path: bytes) -> bytes:
+    if not path or len(path) > MAX_PATH or b"\0" in path:
+        what = "empty" if not path else "longer than 4096 bytes" if len(path) > MAX_PATH else "with a NUL byte"
+        raise Fault(ErrorKind.FILE_INVALID, f"a path that is {what} names no file")
+    return path
+
+
+def error_body(body: ErrorBody, request_id: str, sandbox: str | None = None) -> ErrorBody:
+    """The body with what a reader of logs needs to find the request again."""
+    details = {**body.details, "request_id": request_id}
+    if sandbox is not None:
+        details.setdefault("sandbox_id", sandbox)
+    return msgspec.structs.replace(body, details=details)
+
+
+def error_response(body: ErrorBody, request_id: str, sandbox: str | None = None) -> Response:
+    status = STATUS[body.kind]
+    headers = {"retry-after": "1"} if body.retryable and status in (429, 503) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(encode(ErrorReply(error_body(body, request_id, sandbox))), status, headers, JSON)
+
+
+def error_line(body: ErrorBody, request_id: str) -> bytes:
+    """An error in the middle of an NDJSON answer, whose status is already sent."""
+    return encode(ErrorReply(error_body(body, request_id))) + b"\n"
+
+
+async def first_item(stream: LinkStream) -> AsyncIterator[bytes]:
+    """Waits until the stream has data or its result, so that a refusal still gets its own status; then yields all data."""
+    items = aiter(stream)
+    head = await anext(items, None)
+    if head is None:
+        await stream.result()
+
+    async def rest() -> AsyncIterator[bytes]:
+        if isinstance(head, Data):
+            yield head.data
+        async for item in items:
+            if isinstance(item, Data):
+                yield item.data
+        if head is not None:
+            await stream.result()
+
+    return rest()
+
+
+class StreamedReply(Response):
+    """Sends chunks as they come, at the client's pace, and stops as soon as the client is gone."""
+
+    def __init__(
+        self, chunks: AsyncIterator[bytes], media_type: str, headers: dict[str, str] | None, end: Callable[[], None]
+    ) -> None:
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self._chunks = chunks
+        self._end = end
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+        finally:
+            sending.cancel()
+            leaving.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,59 @@
+"""Records of an edge's answer: gathered into one JSON value, or passed on a line at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import msgspec
+
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.link import Data, LinkStream, RecordReader
+
+from .exchange import encode, error_line
+
+T = TypeVar("T")
+MAX_COLLECTED = 64 * 1024 * 1024
+
+
+class ListReply(msgspec.Struct, frozen=True):
+    """The REPLY behind a stream of records."""
+
+    count: int
+    truncated: bool = False
+
+
+async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply]:
+    """Every record at once. Fault too_large beyond 64 MiB."""
+    reader = RecordReader(kind)
+    found: list[T] = []
+    size = 0
+    try:
+        async for item in stream:
+            if isinstance(item, Data):
+                size += len(item.data)
+                if size > MAX_COLLECTED:
+                    raise Fault(
+                        ErrorKind.TOO_LARGE,
+                        f"the answer is over {MAX_COLLECTED} bytes",
+                        hint="ask for less (a smaller depth, narrower globs, a smaller max_bytes) or for NDJSON",
+                        limit=MAX_COLLECTED,
+                    )
+                found.extend(reader.feed(item.data))
+        return found, await stream.result(ListReply)
+    finally:
+        stream.cancel()
+
+
+async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
+    """NDJSON: a line each, then `{"end": ListReply}` or `{"error": ...}`, so that a cut answer is never taken for a whole one."""
+    reader = RecordReader(kind)
+    try:
+        async for item in stream:
+            if isinstance(item, Data):
+                chunk = b"".join(encode(record) + b"\n" for record in reader.feed(item.data))
+                if chunk:
+                    yield chunk
+        yield encode({"end": await stream.result(ListReply)}) + b"\n"
+    except Fault as fault:
+        yield error_line(fault.body, request_id)

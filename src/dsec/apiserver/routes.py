@@ -1,0 +1,114 @@
+"""Every operation of the HTTP interface, once: the router and the OpenAPI document are both made from this table."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.responses import Response
+
+from dsec.protocol.specs import (
+    Capabilities,
+    ChangeSet,
+    Created,
+    CreateOutcome,
+    ExecReply,
+    FileInfo,
+    LayerRef,
+    ProcessInfo,
+    SandboxInfo,
+)
+
+from . import bodies, commands, files, platform, sandboxes
+from .exchange import BYTES, JSON, NDJSON, Exchange
+
+Handler = Callable[[Exchange], Awaitable[Response]]
+SANDBOX = "/v1/sandboxes/{id}"
+
+
+class Param(NamedTuple):
+    """A query parameter; kind is its JSON type."""
+
+    name: str
+    kind: str
+    text: str
+    required: bool = False
+    repeated: bool = False
+
+
+class Operation(NamedTuple):
+    """request and response are msgspec types for JSON, or a media type for bytes; lines is the type of an NDJSON line."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    request: object = None
+    response: object = None
+    lines: object = None
+    params: tuple[Param, ...] = ()
+    status: int = 200
+    public: bool = False
+
+
+_PATH = (
+    Param("path", "string", "path in UTF-8; this or path_b64"),
+    Param("path_b64", "string", "path as base64 or base64url, any bytes"),
+)
+_USER = Param("user", "string", "act as this user (name or id); default is the sandbox's init_user")
+_FILE = (*_PATH, _USER)
+_CURSOR = Param("cursor", "integer", "bytes of both streams already received")
+
+OPERATIONS: tuple[Operation, ...] = (
+    # the busiest first: the router looks from the top
+    Operation("POST", f"{SANDBOX}/exec", commands.run, "Run a command, or attach to the one with this exec_id",
+              bodies.ExecRequest, ExecReply),
+    Operation("POST", "/v1/sandboxes", sandboxes.create, "Create a sandbox, or a burst of them",
+              bodies.CreateRequest, Created, CreateOutcome, status=201),
+    Operation("GET", "/v1/sandboxes", sandboxes.listing, "List sandboxes", response=bodies.SandboxList, lines=SandboxInfo,
+              params=(Param("label", "string", "name=value; all must hold", repeated=True),
+                      Param("state", "string", "any of these states", repeated=True))),
+    Operation("POST", "/v1/sandboxes/stop", sandboxes.stop_many, "Stop every sandbox with these labels",
+              bodies.StopManyRequest, bodies.Count),
+    Operation("GET", f"{SANDBOX}/files", files.read, "Read a file", response=BYTES,
+              params=(*_FILE, Param("offset", "integer", "first byte"), Param("length", "integer", "at most so many bytes"))),
+    Operation("PUT", f"{SANDBOX}/files", files.write, "Write a file atomically; parents are made", BYTES, bodies.Size,
+              params=(*_FILE, Param("mode", "string", "octal permission bits"), Param("owner", "string", "user or user:group")),
+              status=201),
+    Operation("DELETE", f"{SANDBOX}/files", files.remove, "Remove a file or directory", response=bodies.Done,
+              params=(*_FILE, Param("recursive", "boolean", "directories with what is in them"))),
+    Operation("GET", f"{SANDBOX}/files/stat", files.stat, "One file's attributes", response=FileInfo,
+              params=(*_FILE, Param("follow", "boolean", "follow a symlink at the end (default true)"))),
+    Operation("GET", f"{SANDBOX}/files/list", files.listing, "Entries of a directory", response=list[FileInfo], lines=FileInfo,
+              params=(*_FILE, Param("depth", "integer", "levels to go down, 1 for the directory alone"))),
+    Operation("POST", f"{SANDBOX}/files/move", files.move, "Move a file or directory", bodies.MoveRequest, bodies.Done),
+    Operation("POST", f"{SANDBOX}/files/mkdir", files.mkdir, "Make a directory", bodies.MkdirRequest, bodies.Done),
+    Operation("GET", f"{SANDBOX}/files/archive", files.archive_read, "A directory as a tar stream", response=files.TAR,
+              params=_FILE),
+    Operation("PUT", f"{SANDBOX}/files/archive", files.archive_write, "Unpack a tar stream into a directory", files.TAR,
+              bodies.Entries, params=_FILE),
+    Operation("POST", f"{SANDBOX}/processes", commands.start, "Start a detached command", bodies.ExecRequest, bodies.Started,
+              status=201),
+    Operation("GET", f"{SANDBOX}/processes", commands.processes, "List commands", response=list[ProcessInfo]),
+    Operation("GET", f"{SANDBOX}/processes/{{exec_id}}", commands.poll, "Output and end of a command", response=ExecReply,
+              params=(_CURSOR, Param("wait_s", "integer", "wait for its end at most so many seconds"))),
+    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/signal", commands.send_signal, "Signal a command",
+              bodies.SignalRequest, bodies.Done),
+    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/stdin", commands.stdin, "Append to a command's stdin", BYTES, bodies.Done,
+              params=(Param("close", "boolean", "close it after these bytes"),)),
+    Operation("GET", SANDBOX, sandboxes.info, "One sandbox", response=SandboxInfo),
+    Operation("DELETE", SANDBOX, sandboxes.stop, "Stop a sandbox; idempotent", response=bodies.Done,
+              params=(Param("wait", "boolean", "answer when it is gone (default true)"),)),
+    Operation("POST", f"{SANDBOX}/ttl", sandboxes.ttl, "Change its times to live", bodies.TtlRequest, bodies.Done),
+    Operation("POST", f"{SANDBOX}/changes", sandboxes.changes, "What differs from its layers", bodies.ChangesRequest, ChangeSet),
+    Operation("GET", f"{SANDBOX}/logs", sandboxes.logs, "Lifecycle lines as NDJSON", response=NDJSON),
+    Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),
+    Operation("GET", "/v1/layers/{ref:path}", platform.layer, "One layer's manifest", response=JSON),
+    Operation("GET", "/v1/capabilities", platform.capabilities, "What this installation can do", response=Capabilities),
+    Operation("GET", "/v1/status", platform.status, "Every edge's last beat", response=bodies.PlatformStatus),
+    Operation("GET", "/healthz", platform.health, "Whether the service answers", response=bodies.Health, public=True),
+    Operation("GET", "/openapi.json", platform.openapi, "This document", response=JSON, public=True),
+)  # fmt: skip
+
+STREAM_PATH = f"{SANDBOX}/processes/{{exec_id}}/stream"
+PUBLIC_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.public)

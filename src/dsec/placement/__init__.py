@@ -1,0 +1,1 @@
+"""Which edge a new sandbox goes to: filter, sample a few, take the least loaded (report, 3)."""

@@ -1,0 +1,156 @@
+"""Many sandboxes by one request, each as soon as it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dsec.protocol.errors import ErrorBody
+from dsec.protocol.specs import CreateOutcome, DSecContainerRunArgs
+
+from .errors import ConnectionLost, DSecError, InvalidRequest, from_body
+from .sandbox import Sandbox
+from .transport import NDJSON, Transport, decode, encode, json_lines
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_RETRY_S = 0.2
+
+
+class Outcome:
+    """What became of one sandbox of a burst."""
+
+    def __init__(
+        self, index: int, args: DSecContainerRunArgs, sandbox: Sandbox | None, error: DSecError | None
+    ) -> None:
+        self.index = index
+        self.args = args
+        self.error = error
+        self._sandbox = sandbox
+        self.claimed = False
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The sandbox, claimed by reading this: it then outlives the burst. Raises `.error` when there is none."""
+        if self._sandbox is None:
+            assert self.error is not None
+            raise self.error
+        self.claimed = True
+        return self._sandbox
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def __repr__(self) -> str:
+        return f"Outcome(index={self.index}, {self._sandbox or self.error!r})"
+
+
+class Burst:
+    """See `DSecClient.run_many`."""
+
+    def __init__(self, transport: Transport, args: Sequence[DSecContainerRunArgs], count: int, timeout: float) -> None:
+        if count < 1:
+            raise InvalidRequest(f"count={count} is not 1 or more")
+        self._transport = transport
+        self._args = args
+        self._count = count
+        self._timeout = timeout
+        self._outcomes: dict[int, Outcome] = {}
+        self._lines: AsyncIterator[Outcome] | None = None
+        self._key, self._body = self._request()
+
+    @property
+    def total(self) -> int:
+        """How many outcomes there will be."""
+        return self._count * len(self._args)
+
+    def _request(self) -> tuple[str, bytes]:
+        """(the burst's key, the body). Each sandbox gets `<key>/<index>`, so the request is safe to repeat."""
+        own = self._args[0].idempotency_key if len(self._args) == 1 else None
+        key = own or f"bu-{secrets.token_hex(10)}"
+        request: dict[str, object] = {"timeout": self._timeout}
+        if len(self._args) == 1:
+            request |= {"args": msgspec.structs.replace(self._args[0], idempotency_key=key), "count": self._count}
+        else:
+            request["args"] = [self._keyed(index, key) for index in range(self.total)]
+        return key, encode(request)
+
+    def _keyed(self, index: int, key: str) -> DSecContainerRunArgs:
+        args = self._args[index // self._count]
+        if args.idempotency_key is None:
+            return msgspec.structs.replace(args, idempotency_key=f"{key}/{index}")
+        if self._count > 1:
+            return msgspec.structs.replace(args, idempotency_key=f"{args.idempotency_key}/{index}")
+        return args
+
+    async def __aenter__(self) -> Self:
+        self._lines = self._receive()
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Outcome:
+        if self._lines is None:
+            raise InvalidRequest("a burst is used with `async with client.run_many(...) as burst`")
+        return await anext(self._lines)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            await lines.aclose()  # type: ignore[attr-defined]
+        await self._stop_unclaimed()
+
+    async def _receive(self) -> AsyncIterator[Outcome]:
+        """Outcomes as they come; a lost connection is made anew and what was seen already is skipped."""
+        deadline = time.monotonic() + self._transport.request_timeout
+        while len(self._outcomes) < self.total:
+            try:
+                async with self._transport.stream(
+                    "POST", "/v1/sandboxes", body=self._body, wait=self._timeout, accept=NDJSON
+                ) as response:
+                    async for line in json_lines(response):
+                        deadline = time.monotonic() + self._transport.request_timeout
+                        outcome = self._outcome(decode(line, CreateOutcome))
+                        if outcome is not None:
+                            yield outcome
+                if len(self._outcomes) < self.total:
+                    raise ConnectionLost("the burst ended early", retryable=True)
+            except ConnectionLost:
+                if not self._transport.reached or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    def _outcome(self, line: CreateOutcome) -> Outcome | None:
+        if line.index in self._outcomes:
+            return None
+        sandbox, error = None, None
+        if line.created is not None:
+            sandbox = Sandbox(self._transport, line.created.id, line.created.incarnation, owned=True)
+        else:
+            error = from_body(msgspec.convert(line.error, ErrorBody))
+        outcome = Outcome(line.index, self._args[line.index // self._count], sandbox, error)
+        self._outcomes[line.index] = outcome
+        return outcome
+
+    async def _stop_unclaimed(self) -> None:
+        """Stops what nobody took: of what was received, each; of what was still to come, by the burst's key."""
+        unclaimed = [o._sandbox for o in self._outcomes.values() if o._sandbox is not None and not o.claimed]
+        if len(self._outcomes) < self.total:
+            keep = [o._sandbox.id for o in self._outcomes.values() if o._sandbox is not None and o.claimed]
+            body = encode({"burst": self._key, "keep": keep})
+            with contextlib.suppress(ConnectionLost):  # their TTL ends them
+                await self._transport.request("POST", "/v1/sandboxes/stop", body=body)
+        else:
+            await asyncio.gather(*(sandbox._end(None) for sandbox in unclaimed))

@@ -1,0 +1,157 @@
+"""The client: how sandboxes come to be and are found again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+
+from dsec.protocol.specs import Capabilities, Created, DSecContainerRunArgs, SandboxInfo, State
+
+from .bursts import Burst
+from .creation import Opening
+from .errors import DSecError, InvalidRequest
+from .layers import Layers
+from .sandbox import Sandbox
+from .transport import NDJSON, Transport, decode, encode, json_lines
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_CLEAN_UP_S = 10.0
+
+
+class _Count(msgspec.Struct):
+    count: int
+
+
+class DSecClient:
+    """A connection to one DSec service (report, 2.1).
+
+    url, api_key and project default to DSEC_URL, DSEC_API_KEY and DSEC_PROJECT, then to what `dsec up` left on this machine.
+    request_timeout (seconds) bounds connecting and management calls; it never bounds a command, which is awaited by
+    re-attaching to it. Belongs to the event loop that opened it; any number of tasks may use it at once.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        project: str | None = None,
+        request_timeout: float = 60,
+    ) -> None:
+        if not request_timeout > 0:
+            raise InvalidRequest(f"request_timeout={request_timeout} is not a positive number of seconds")
+        self._transport = Transport(url, api_key, project, request_timeout)
+        self._clean_ups: set[asyncio.Task[None]] = set()
+        self.layers = Layers(self._transport)
+
+    async def open(self) -> None:
+        """Connects and checks the key. ConnectionLost or AuthenticationError say what to do; idempotent."""
+        await self._transport.open()
+        try:
+            await self.capabilities()
+        except BaseException:
+            await self._transport.close()
+            raise
+
+    async def close(self) -> None:
+        """Closes the connections. Sandboxes live on; creations that were abandoned half-way are first seen to their end."""
+        if self._clean_ups:
+            await asyncio.wait(self._clean_ups, timeout=_CLEAN_UP_S)
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def run(self, args: DSecContainerRunArgs, *, timeout: float = 120) -> Opening:
+        """A sandbox of the backend that the type of `args` names. See `run_container`."""
+        if not isinstance(args, DSecContainerRunArgs):
+            raise InvalidRequest(f"{type(args).__name__} is no DSec...RunArgs", hint="pass DSecContainerRunArgs(...)")
+        return self.run_container(args, timeout=timeout)
+
+    def run_container(self, args: DSecContainerRunArgs, *, timeout: float = 120) -> Opening:
+        """A container sandbox: `await` gives the `Sandbox`, `async with` also stops it at the end.
+
+        timeout: seconds from the request until it is ready; CreateTimeout when that is not enough. CapacityError names the
+        limit and who holds it, CreateFailed the stage. A creation that is cancelled under way ends in the sandbox's removal.
+        """
+        return Opening(lambda: self._create(args, timeout), stop=True)
+
+    def run_many(
+        self, args: DSecContainerRunArgs | Iterable[DSecContainerRunArgs], *, count: int = 1, timeout: float = 120
+    ) -> Burst:
+        """Many sandboxes by one request: `count` of each of `args`, all of one before the next in `outcome.index`.
+
+        Use it as `async with client.run_many(...) as burst: async for outcome in burst: ...`; outcomes come in order of
+        completion. Leaving the block cancels what is not yet created and stops every sandbox that was not claimed; a
+        sandbox is claimed when the caller takes it, by reading `outcome.sandbox`. A failed one raises nothing by itself: its
+        `outcome.error` is the exception, and reading its `outcome.sandbox` raises it.
+        """
+        items = [args] if isinstance(args, DSecContainerRunArgs) else list(args)
+        return Burst(self._transport, items, count, timeout)
+
+    def attach(self, sandbox_id: str) -> Opening:
+        """A handle to a sandbox that is there already. Leaving its `async with` detaches, never stops."""
+        return Opening(lambda: self._attach(sandbox_id), stop=False)
+
+    async def list(
+        self, *, labels: Mapping[str, str] | None = None, states: Iterable[State | str] | None = None
+    ) -> AsyncIterator[SandboxInfo]:
+        """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first."""
+        pairs = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
+        pairs += [("state", State(state).value) for state in states or ()]
+        async with self._transport.stream("GET", "/v1/sandboxes", query=pairs, accept=NDJSON) as response:
+            async for line in json_lines(response):
+                yield decode(line, SandboxInfo)
+
+    async def stop_many(self, *, labels: Mapping[str, str]) -> int:
+        """Stops every sandbox that carries all of `labels` (at least one); how many there were."""
+        body = encode({"labels": dict(labels)})
+        return (await self._transport.call("POST", "/v1/sandboxes/stop", _Count, body=body)).count
+
+    async def capabilities(self) -> Capabilities:
+        """What this installation can and cannot do, with a remedy for each no."""
+        return await self._transport.call("GET", "/v1/capabilities", Capabilities)
+
+    async def _attach(self, sandbox_id: str) -> Sandbox:
+        found = await self._transport.call("GET", f"/v1/sandboxes/{quote(sandbox_id, safe='')}", SandboxInfo)
+        return Sandbox(self._transport, found.id, found.incarnation)
+
+    async def _create(self, args: DSecContainerRunArgs, timeout: float) -> Sandbox:
+        creating = asyncio.ensure_future(self._request_creation(args, timeout))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(_undo(creating))
+            self._clean_ups.add(task)
+            task.add_done_callback(self._clean_ups.discard)
+            raise
+
+    async def _request_creation(self, args: DSecContainerRunArgs, timeout: float) -> Sandbox:
+        # The key makes the request safe to repeat when its answer is lost: the same key is the same sandbox.
+        if args.idempotency_key is None:
+            args = msgspec.structs.replace(args, idempotency_key=f"cr-{secrets.token_hex(10)}")
+        body = encode({"args": args, "timeout": timeout})
+        created = await self._transport.call("POST", "/v1/sandboxes", Created, body=body, wait=timeout)
+        return Sandbox(self._transport, created.id, created.incarnation, owned=True)
+
+
+async def _undo(creating: asyncio.Future[Sandbox]) -> None:
+    """Nobody waits for this sandbox any more: it goes as soon as it came."""
+    try:
+        await (await creating).stop()
+    except (DSecError, asyncio.CancelledError):
+        return

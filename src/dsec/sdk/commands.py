@@ -1,0 +1,81 @@
+"""Running a command to its end over connections that may break: one exec id, a cursor, and asking again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from dsec.protocol.ids import new_exec_id
+from dsec.protocol.specs import ExecReply, ExecSpec
+
+from .errors import InvalidRequest
+from .results import ExecResult, exec_result
+from .transport import Target, Transport, encode
+
+WAIT_S = 25  # one answer; shorter than what proxies between us and the service usually allow
+
+
+class ExecBody(ExecSpec, frozen=True, kw_only=True, omit_defaults=True):
+    """`ExecSpec` as it is sent: only what differs from the defaults."""
+
+    wait_s: float = 25
+
+
+def text_or_bytes(text: str | bytes) -> bytes:
+    return os.fsencode(text)
+
+
+def body_of(
+    command: bytes | Sequence[str | bytes],
+    *,
+    cwd: str | bytes | None,
+    env: Mapping[str, str] | None,
+    user: str | None,
+    stdin: bytes | str | None,
+    timeout: float | None,
+    idle_timeout: float | None,
+    max_output_bytes: int,
+    merge_stderr: bool,
+    exec_id: str | None,
+    stdin_open: bool = False,
+) -> ExecBody:
+    """The request for a shell line (bytes) or an argv."""
+    if not isinstance(command, bytes) and (isinstance(command, str) or not command):
+        raise InvalidRequest(f"argv is {command!r}, not a list of a program and its arguments")
+    return ExecBody(
+        exec_id=exec_id or new_exec_id(),
+        line=command if isinstance(command, bytes) else None,
+        argv=() if isinstance(command, bytes) else tuple(os.fsencode(word) for word in command),
+        cwd=None if cwd is None else os.fsencode(cwd),
+        env=dict(env or {}),
+        user=user,
+        stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+        stdin_open=stdin_open,
+        timeout=timeout,
+        idle_timeout=idle_timeout,
+        max_output_bytes=max_output_bytes,
+        merge_stderr=merge_stderr,
+    )
+
+
+async def run(transport: Transport, target: Target, body: ExecBody) -> ExecResult:
+    """Sends the command once, then asks for the rest of it until it has ended. No time limit of ours."""
+    path = f"/v1/sandboxes/{target.sandbox_id}/exec"
+    reply = await transport.call("POST", path, ExecReply, body=encode(body), target=target, wait=WAIT_S)
+    if reply.done is not None:
+        return exec_result(reply.done, reply.stdout, reply.stderr)
+    return await rest(transport, target, body.exec_id, [reply.stdout], [reply.stderr])
+
+
+async def rest(transport: Transport, target: Target, exec_id: str, out: list[bytes], err: list[bytes]) -> ExecResult:
+    """Attaches behind what is there already. Attaching never starts anything, so this is safe however often it is repeated."""
+    path = f"/v1/sandboxes/{target.sandbox_id}/processes/{exec_id}"
+    cursor = sum(map(len, out)) + sum(map(len, err))
+    while True:
+        query = {"cursor": str(cursor), "wait_s": str(WAIT_S)}
+        reply = await transport.call("GET", path, ExecReply, query=query, target=target, wait=WAIT_S)
+        out.append(reply.stdout)
+        err.append(reply.stderr)
+        cursor += len(reply.stdout) + len(reply.stderr)
+        if reply.done is not None:
+            return exec_result(reply.done, b"".join(out), b"".join(err))

@@ -1,0 +1,194 @@
+"""A sandbox's files: exact bytes, exact names, typed errors, nothing held whole that is streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import time
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from dsec.protocol.specs import FileInfo, FileKind
+
+from . import archive
+from .errors import ConnectionLost, FileMissing, NotADirectory
+from .transport import NDJSON, Target, Transport, chunks, cut, decode, encode, json_lines
+
+RemotePath = str | bytes | os.PathLike[str]
+LocalPath = str | bytes | os.PathLike[str]
+_CHUNK = 256 * 1024
+_RETRY_S = 0.2
+
+
+class _Size(msgspec.Struct):
+    size: int
+
+
+class Files:
+    """`sandbox.files`. Paths are text, bytes or path objects; relative ones start at the sandbox's working directory.
+
+    Errors are FileError and the builtin of their kind at once (FileNotFoundError, IsADirectoryError, ...).
+    """
+
+    def __init__(self, transport: Transport, target: Target) -> None:
+        self._transport = transport
+        self._target = target
+        self._path = f"/v1/sandboxes/{target.sandbox_id}/files"
+
+    async def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> bytes:
+        """Contents of a regular file, or a range of them."""
+        return b"".join([chunk async for chunk in self.stream(path, offset=offset, length=length)])
+
+    async def read_text(self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Contents as text."""
+        return (await self.read(path)).decode(encoding, errors)
+
+    async def stream(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        """Contents in pieces, as they come. A lost connection goes on behind the last byte."""
+        deadline = time.monotonic() + self._transport.request_timeout
+        while True:
+            query = {**_query(path), "offset": str(offset)}
+            if length is not None:
+                query["length"] = str(length)
+            try:
+                async with self._transport.stream("GET", self._path, query=query, target=self._target) as response:
+                    async for chunk in chunks(response, self._target):
+                        deadline = time.monotonic() + self._transport.request_timeout
+                        offset += len(chunk)
+                        length = None if length is None else length - len(chunk)
+                        yield chunk
+                return
+            except ConnectionLost:
+                if not self._transport.reached or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def write(
+        self,
+        path: RemotePath,
+        data: bytes | str | AsyncIterable[bytes],
+        *,
+        mode: int | None = None,
+        owner: str | None = None,
+    ) -> int:
+        """Replaces the file atomically and makes its parents; how many bytes there are now.
+
+        mode: permission bits (0o644 when new). owner: "user" or "user:group". An async iterable is streamed, and so it is
+        not sent again when the connection is lost: the file is then as it was.
+        """
+        query = _query(path)
+        if mode is not None:
+            query["mode"] = f"{mode:o}"
+        if owner is not None:
+            query["owner"] = owner
+        if isinstance(data, str):
+            data = data.encode()
+        deadline = time.monotonic() + self._transport.request_timeout
+        while True:
+            body = _slices(data) if isinstance(data, bytes | bytearray | memoryview) else _pieces(data)
+            try:
+                reply = await self._transport.request(
+                    "PUT", self._path, query=query, body=body, target=self._target, repeat=False
+                )
+            except ConnectionLost:
+                if isinstance(data, AsyncIterable) or not self._transport.reached or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return decode(reply.body, _Size).size
+
+    async def list(self, path: RemotePath, *, depth: int = 1) -> list[FileInfo]:
+        """Entries of a directory, depth levels down; symlinks are not followed. Paths are bytes."""
+        query = {**_query(path), "depth": str(depth)}
+        found: list[FileInfo] = []
+        async with self._transport.stream(
+            "GET", f"{self._path}/list", query=query, target=self._target, accept=NDJSON
+        ) as response:
+            async for line in json_lines(response, self._target):
+                if line.startswith(b'{"end":'):
+                    return found
+                found.append(decode(line, FileInfo))
+        raise cut(EOFError("no end of the list"), self._target)
+
+    async def stat(self, path: RemotePath, *, follow: bool = True) -> FileInfo:
+        """Attributes of one file; follow=False describes a symlink itself."""
+        query = {**_query(path), "follow": "true" if follow else "false"}
+        return await self._transport.call("GET", f"{self._path}/stat", FileInfo, query=query, target=self._target)
+
+    async def exists(self, path: RemotePath) -> bool:
+        """Whether something is there (a dangling symlink is not)."""
+        try:
+            await self.stat(path)
+        except (FileMissing, NotADirectory):
+            return False
+        return True
+
+    async def mkdir(self, path: RemotePath, *, mode: int = 0o755, parents: bool = True) -> None:
+        """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
+        await self._post("mkdir", {"path": os.fsencode(path), "mode": mode, "parents": parents})
+
+    async def move(self, source: RemotePath, target: RemotePath) -> None:
+        """Renames; a file at the target is replaced."""
+        await self._post("move", {"source": os.fsencode(source), "target": os.fsencode(target)})
+
+    async def remove(self, path: RemotePath, *, recursive: bool = False) -> None:
+        """Removes a file, a symlink, an empty directory, or with recursive a whole tree."""
+        query = {**_query(path), "recursive": "true" if recursive else "false"}
+        await self._transport.request("DELETE", self._path, query=query, target=self._target, repeat=False)
+
+    async def upload(self, local: LocalPath, remote: RemotePath) -> None:
+        """A local file becomes the file `remote`; a directory's contents come to lie in the directory `remote`, which is made.
+
+        Modes, times, symlinks and hard links are kept, a symlink given as `local` too; owners are not.
+        """
+        source = os.fsencode(local)
+        if os.path.isdir(source) and not os.path.islink(source):
+            await self._unpack(archive.pack_tree(source), remote)
+        elif os.path.islink(source):
+            parent, name = os.path.split(os.fsencode(remote).rstrip(b"/"))
+            await self._unpack(archive.pack_one(source, name), parent or b".")
+        else:
+            mode = (await asyncio.to_thread(os.stat, source)).st_mode & 0o777
+            await self.write(remote, archive.read_file(source), mode=mode)
+
+    async def download(self, remote: RemotePath, local: LocalPath) -> archive.Downloaded:
+        """A file becomes the file `local`; a directory's contents come to lie in the directory `local`, which is made.
+
+        Nothing is written outside `local` and nothing in it leads out: absolute and escaping symlinks, devices and FIFOs
+        are left out and named in the result. Owners and set-uid bits are dropped.
+        """
+        target = Path(os.fsdecode(local))
+        if (await self.stat(remote)).kind is FileKind.DIRECTORY:
+            async with self._transport.stream(
+                "GET", f"{self._path}/archive", query=_query(remote), target=self._target
+            ) as response:
+                return await archive.unpack_tree(chunks(response, self._target), target)
+        return await archive.write_file(self.stream(remote), target)
+
+    async def _unpack(self, tar: AsyncIterator[bytes], remote: RemotePath) -> None:
+        await self._transport.request(
+            "PUT", f"{self._path}/archive", query=_query(remote), body=tar, target=self._target, repeat=False
+        )
+
+    async def _post(self, what: str, asked: dict[str, object]) -> None:
+        await self._transport.request(
+            "POST", f"{self._path}/{what}", body=encode(asked), target=self._target, repeat=False
+        )
+
+
+def _query(path: RemotePath) -> dict[str, str]:
+    return {"path_b64": base64.urlsafe_b64encode(os.fsencode(path)).decode()}
+
+
+async def _slices(data: bytes | bytearray | memoryview) -> AsyncIterator[bytes]:
+    view = memoryview(data)
+    for start in range(0, len(view), _CHUNK):
+        yield bytes(view[start : start + _CHUNK])
+
+
+async def _pieces(data: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    async for piece in data:
+        yield bytes(piece)

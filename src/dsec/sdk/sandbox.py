@@ -1,0 +1,227 @@
+"""A handle to one sandbox, whatever its backend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from dsec.protocol.specs import Change, ChangeSet, ProcessInfo, SandboxInfo, Usage
+
+from .commands import body_of, run, text_or_bytes
+from .errors import DSecError, NotFound
+from .files import Files
+from .process import Process
+from .results import ExecResult, LogLine
+from .transport import NDJSON, Target, Transport, cut, decode, encode, json_lines
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_MIB = 1024 * 1024
+
+
+class _Started(msgspec.Struct):
+    exec_id: str
+    pid: int = 0
+
+
+class _Line(msgspec.Struct):
+    t: float
+    line: str
+
+
+class _Totals(msgspec.Struct):
+    count: int
+    truncated: bool = False
+
+
+class _End(msgspec.Struct):
+    """The last line of a list, so that a cut one is noticed."""
+
+    end: _Totals
+
+
+class Sandbox:
+    """One sandbox. Every answer is checked to come from the incarnation that this handle was made for.
+
+    `async with sandbox:` stops a sandbox that this program created and merely detaches from one it attached to.
+    An infrastructure failure raises SandboxUnavailable with its reason; it is never a command's result.
+    """
+
+    def __init__(self, transport: Transport, sandbox_id: str, incarnation: int, *, owned: bool = False) -> None:
+        self.id = sandbox_id
+        self.incarnation = incarnation
+        self._transport = transport
+        self._owned = owned
+        self._path = f"/v1/sandboxes/{sandbox_id}"
+        self._target = Target(sandbox_id, incarnation)
+        self.files = Files(transport, self._target)
+
+    def __repr__(self) -> str:
+        return f"Sandbox({self.id!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._owned:
+            await self._end(error)
+
+    async def _end(self, error: BaseException | None) -> None:
+        """Stops it at the end of a block; what is gone already is fine, and the block's own error goes before ours."""
+        try:
+            await self.stop()
+        except NotFound:
+            return
+        except DSecError as failed:
+            if error is None:
+                raise
+            error.add_note(f"sandbox {self.id} could not be stopped: {failed}")
+
+    # -- commands --
+
+    async def run_shell(
+        self,
+        line: str,
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        exec_id: str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a line in the image's bash (else sh) and waits for its end, however long that takes.
+
+        cwd and user default to the sandbox's; env is added to it; stdin None is /dev/null. timeout and idle_timeout (no
+        output) in seconds: at either the command's whole tree is killed, the output so far kept (`result.timed_out`).
+        max_output_bytes is kept of each stream. The same exec_id again gives the first run's result and runs nothing.
+        check=True raises CommandFailed unless the exit code is 0.
+        """
+        body = body_of(
+            text_or_bytes(line), cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, idle_timeout=idle_timeout,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
+        )  # fmt: skip
+        result = await run(self._transport, self._target, body)
+        return result.check() if check else result
+
+    async def exec(
+        self,
+        argv: Sequence[str | bytes],
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        exec_id: str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a program with its arguments, no shell in between. Everything else as in `run_shell`."""
+        body = body_of(
+            argv, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, idle_timeout=idle_timeout,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
+        )  # fmt: skip
+        result = await run(self._transport, self._target, body)
+        return result.check() if check else result
+
+    async def start(
+        self,
+        argv_or_line: str | Sequence[str | bytes],
+        *,
+        stdin: bool = False,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        exec_id: str | None = None,
+    ) -> Process:
+        """Starts a command (a string is a shell line) and returns at once; stdin=True keeps a pipe open for `process.write`.
+
+        It is detached: it has no deadline unless given, and by itself it does not keep an idle sandbox alive.
+        """
+        command = text_or_bytes(argv_or_line) if isinstance(argv_or_line, str) else argv_or_line
+        body = body_of(
+            command, cwd=cwd, env=env, user=user, stdin=None, timeout=timeout, idle_timeout=idle_timeout,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id, stdin_open=stdin,
+        )  # fmt: skip
+        path = f"{self._path}/processes"
+        started = await self._transport.call("POST", path, _Started, body=encode(body), target=self._target)
+        return Process(self._transport, self._target, started.exec_id, started.pid)
+
+    async def process(self, exec_id: str) -> Process:
+        """A command of this sandbox by its id, running or ended. NotFound when there is none."""
+        for info in await self.processes():
+            if info.exec_id == exec_id:
+                return Process(self._transport, self._target, exec_id, info.pid)
+        raise NotFound(
+            f"sandbox {self.id} has no command {exec_id!r}",
+            hint="sandbox.processes() lists them",
+            details={"sandbox_id": self.id},
+        )
+
+    async def processes(self) -> list[ProcessInfo]:
+        """Commands of this sandbox, ended ones too while their output is kept."""
+        return await self._transport.call("GET", f"{self._path}/processes", list[ProcessInfo], target=self._target)
+
+    # -- the sandbox itself --
+
+    async def info(self) -> SandboxInfo:
+        """State, reason, limits, usage, layers, network. Works on an ended sandbox too."""
+        return await self._transport.call("GET", self._path, SandboxInfo, target=self._target)
+
+    async def metrics(self) -> Usage:
+        """What it uses now."""
+        return (await self.info()).usage
+
+    async def set_ttl(
+        self, *, running_stop: float | UnsetType | None = UNSET, total: float | UnsetType | None = UNSET
+    ) -> None:
+        """Changes the idle and the total time to live, seconds (None: never); what is left out stays."""
+        asked = {"running_stop": running_stop, "total": total}
+        body = encode({name: value for name, value in asked.items() if value is not UNSET})
+        await self._transport.request("POST", f"{self._path}/ttl", body=body, target=self._target)
+
+    async def stop(self) -> None:
+        """Ends it; idempotent. Returns when processes, memory and disk of it are gone."""
+        await self._transport.request("DELETE", self._path, target=self._target)
+
+    async def changes(self, *, include: Sequence[str] = (), max_bytes: int = 64 * _MIB) -> ChangeSet:
+        """What differs from the layers: path (relative to `/`), kind, attributes, contents.
+
+        include: globs such as `src/**`, all when empty. max_bytes of contents in all; beyond it `truncated` is true and
+        `data` None, with the paths still complete.
+        """
+        body = encode({"include": list(include), "max_bytes": max_bytes})
+        async with self._transport.stream(
+            "POST", f"{self._path}/changes", body=body, target=self._target, accept=NDJSON
+        ) as response:
+            found: list[Change] = []
+            async for line in json_lines(response, self._target):
+                if line.startswith(b'{"end":'):
+                    return ChangeSet(tuple(found), decode(line, _End).end.truncated)
+                found.append(decode(line, Change))
+        raise cut(EOFError("no end of the list"), self._target)
+
+    async def logs(self) -> AsyncIterator[LogLine]:
+        """Lines of its life so far: created, commands, ends. Each is a `str` with its time in `.t`."""
+        async with self._transport.stream("GET", f"{self._path}/logs", target=self._target) as response:
+            async for line in json_lines(response, self._target):
+                entry = decode(line, _Line)
+                yield LogLine(entry.line, entry.t)

@@ -1,0 +1,292 @@
+"""HTTP to the apiserver: one pool of connections, errors as exceptions, bounded retries of what may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, TypeVar
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDictProxy
+from yarl import URL
+
+from dsec.protocol.errors import ErrorBody
+
+from .discovery import Endpoint, discover
+from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, from_body, replaced
+
+T = TypeVar("T")
+INCARNATION = "X-DSec-Incarnation"
+NDJSON = "application/x-ndjson"
+_POOL = 4096
+_KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first
+_CONNECT_S = 10.0
+_FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
+_CHUNK = 256 * 1024
+
+Query = Mapping[str, str] | Sequence[tuple[str, str]] | None
+Body = bytes | AsyncIterator[bytes] | None
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+_decoders: dict[object, msgspec.json.Decoder[object]] = {}
+
+
+class _ErrorReply(msgspec.Struct):
+    error: ErrorBody
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+
+class Target(NamedTuple):
+    """The sandbox a request is about; every answer's incarnation is compared with it."""
+
+    sandbox_id: str
+    incarnation: int
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        return decoder.decode(body)  # type: ignore[return-value]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InternalError(
+            f"unreadable answer: {error}", hint="do the SDK and the service have the same version?"
+        ) from error
+
+
+def _error(status: int, body: bytes, sandbox_id: str | None) -> DSecError:
+    try:
+        return from_body(msgspec.json.decode(body, type=_ErrorReply).error, sandbox_id)
+    except msgspec.DecodeError:
+        pass
+    text = body[:200].decode("utf-8", "replace")
+    if status in (502, 503, 504):  # a proxy in between speaks for a service that is not there
+        return ConnectionLost(f"HTTP {status}: {text}", retryable=True)
+    return InternalError(
+        f"HTTP {status} without a DSec error: {text}", hint="is DSEC_URL the address of a DSec service?"
+    )
+
+
+def _pool_size() -> int:
+    """Many commands wait at once, each on a connection; but leave half of the descriptors to the program."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _POOL if soft == resource.RLIM_INFINITY else min(_POOL, max(64, soft // 2))
+
+
+class Transport:
+    """Connections to one service. Opened at first use; belongs to the event loop that opened it."""
+
+    def __init__(self, url: str | None, api_key: str | None, project: str | None, request_timeout: float) -> None:
+        self._wanted = (url, api_key, project)
+        self.request_timeout = request_timeout
+        self._endpoint: Endpoint | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.reached = False
+
+    async def open(self) -> None:
+        if self._session is not None:
+            return
+        self._endpoint = discover(*self._wanted)
+        headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
+        if self._endpoint.project:
+            headers["X-DSec-Project"] = self._endpoint.project
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=_pool_size(), limit_per_host=0, keepalive_timeout=_KEEP_ALIVE_S),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=self.timeout(),
+            auto_decompress=False,
+            read_bufsize=_CHUNK,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def timeout(self, wait: float = 0.0) -> aiohttp.ClientTimeout:
+        """Bounds of a request whose answer may rightly take `wait` seconds longer."""
+        limit = self.request_timeout
+        return aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, limit), sock_read=limit + wait)
+
+    def url(self, path: str, query: Query = None) -> URL:
+        """path is already quoted; query is not."""
+        assert self._endpoint is not None
+        url = URL(self._endpoint.url + path, encoded=True)
+        return url.with_query(query) if query else url
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = None,
+        body: Body = None,
+        target: Target | None = None,
+        wait: float = 0.0,
+        repeat: bool = True,
+    ) -> Reply:
+        """One request, whole answer. With `repeat`, tried again while the connection is lost, for `request_timeout` at most."""
+        deadline = time.monotonic() + self.request_timeout
+        delay = _FIRST_DELAY
+        while True:
+            try:
+                async with self.stream(method, path, query=query, body=body, target=target, wait=wait) as response:
+                    return Reply(response.status, response.headers, await _read(response, target))
+            except ConnectionLost:
+                if not (repeat and self.reached) or time.monotonic() + delay > deadline:
+                    raise
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_DELAY)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        query: Query = None,
+        body: Body = None,
+        target: Target | None = None,
+        wait: float = 0.0,
+        repeat: bool = True,
+    ) -> T:
+        reply = await self.request(method, path, query=query, body=body, target=target, wait=wait, repeat=repeat)
+        return decode(reply.body, kind)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = None,
+        body: Body = None,
+        target: Target | None = None,
+        wait: float = 0.0,
+        accept: str | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose body is still to come; errors are raised, the incarnation is checked."""
+        if self._session is None:
+            await self.open()
+        assert self._session is not None
+        headers: dict[str, str] = {}
+        if accept is not None:
+            headers["Accept"] = accept
+        if target is not None:
+            headers[INCARNATION] = str(target.incarnation)
+        try:
+            response = await self._session.request(
+                method,
+                self.url(path, query),
+                data=body,
+                headers=headers,
+                timeout=self.timeout(wait),
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._lost(error, target) from error
+        try:
+            self.reached = True
+            if response.status >= 300:
+                raise _error(response.status, await _read(response, target), target.sandbox_id if target else None)
+            if target is not None:
+                _check_incarnation(response.headers, target)
+            yield response
+        finally:
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+
+    @asynccontextmanager
+    async def socket(
+        self, path: str, query: Mapping[str, str], target: Target
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        if self._session is None:
+            await self.open()
+        assert self._session is not None
+        headers = {INCARNATION: str(target.incarnation)}
+        try:
+            socket = await self._session.ws_connect(
+                self.url(path, query), headers=headers, heartbeat=20, max_msg_size=4 * 1024 * 1024,
+                timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
+            )  # fmt: skip
+        except aiohttp.WSServerHandshakeError:
+            raise
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._lost(error, target) from error
+        try:
+            yield socket
+        finally:
+            await socket.close()
+
+    def _lost(self, error: BaseException, target: Target | None) -> ConnectionLost:
+        assert self._endpoint is not None
+        cls = ConnectTimeout if isinstance(error, TimeoutError) else ConnectionLost
+        what = (
+            f"no answer within {self.request_timeout:g} s"
+            if cls is ConnectTimeout
+            else str(error) or type(error).__name__
+        )
+        return cls(
+            f"cannot reach DSec at {self._endpoint.url}: {what}",
+            hint="run `dsec up`, or see `dsec status`",
+            retryable=True,
+            details={"sandbox_id": target.sandbox_id} if target else None,
+        )
+
+
+def _check_incarnation(headers: Mapping[str, str], target: Target) -> None:
+    found = headers.get(INCARNATION)
+    if found is not None and found != str(target.incarnation):
+        raise replaced(target.sandbox_id, target.incarnation, int(found))
+
+
+async def _read(response: aiohttp.ClientResponse, target: Target | None) -> bytes:
+    try:
+        return await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise cut(error, target) from error
+
+
+def cut(error: BaseException, target: Target | None) -> ConnectionLost:
+    """An answer that broke off."""
+    return ConnectionLost(
+        f"the answer broke off: {str(error) or type(error).__name__}",
+        retryable=True,
+        details={"sandbox_id": target.sandbox_id} if target else None,
+    )
+
+
+async def chunks(response: aiohttp.ClientResponse, target: Target | None = None) -> AsyncIterator[bytes]:
+    """The body as it arrives; ConnectionLost when it breaks off."""
+    try:
+        async for chunk in response.content.iter_any():
+            yield chunk
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise cut(error, target) from error
+
+
+async def json_lines(response: aiohttp.ClientResponse, target: Target | None = None) -> AsyncIterator[bytes]:
+    """Lines of an NDJSON body; an `{"error"}` line is raised."""
+    rest = b""
+    async for chunk in chunks(response, target):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line.startswith(b'{"error":{"kind"'):
+                raise from_body(decode(line, _ErrorReply).error, target.sandbox_id if target else None)
+            yield line
+    if rest:
+        raise cut(EOFError("no end of line"), target)
