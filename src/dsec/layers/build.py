@@ -134,11 +134,11 @@ def build_tar(
 def build_oci_layout(
     store: LayerStore,
     path: Path,
+    reference: str | None = None,
     *,
     name: str,
     version: str,
     kind: Kind = "base",
-    reference: str | None = None,
     skip_layers: int = 0,
     config: Config | None = None,
     labels: Mapping[str, str] = _NONE,

@@ -6,6 +6,7 @@ Blobs are named by blake3 (`blake3:<hex>`), which hashes gigabytes in a second; 
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -42,7 +43,7 @@ class Provenance(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """entries counts files, directories and the rest; uncompressed_size is the sum of the files' sizes in bytes.
 
     created (Unix seconds) is when this store published it. It is no part of the canonical form: the same input built
@@ -67,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         fields = {field: getattr(self, field) for field in self.__struct_fields__ if field != "created"}
         return msgspec.json.encode(fields, order="sorted")
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return "sha256:" + hashlib.sha256(self.canonical()).hexdigest()
 

@@ -32,6 +32,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import LayerRef
 
 DEFAULT_ROOT = Path("/var/cache/dsec/layers")
+_KNOWN = 4096  # manifests kept in memory
 Paths = list[Path]  # inside LayerStore the word `list` is a method
 Refs = list[LayerRef]
 Strings = list[str]
@@ -61,6 +62,7 @@ class LayerStore:
         self._manifests = self.root / "manifests"
         self._tags = self.root / "tags"
         self._tmp = self.root / "tmp"
+        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}  # read and checked, with the file's identity
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -73,20 +75,7 @@ class LayerStore:
         parsed = parse_ref(ref)
         if parsed.digest is not None:
             return self._by_digest(parsed)
-        versions = self._versions(parsed.name)
-        version = parsed.version
-        if version is None and LATEST in versions:
-            version = LATEST
-        elif version is None and len(versions) > 1:
-            raise Fault(
-                ErrorKind.INVALID,
-                f"layer {parsed.name!r} has several versions: {', '.join(sorted(versions))}",
-                hint=f"write {parsed.name}@VERSION, or tag one of them {parsed.name!r}",
-            )
-        elif version is None and versions:
-            version = versions[0]
-        if version not in versions:
-            raise self._unknown(parsed)
+        version = parsed.version or self._only_version(parsed)
         return self._read_manifest(self._read_tag(parsed.name, version), f"{parsed.name}@{version}")
 
     def inspect(self, ref: str) -> Manifest:
@@ -253,14 +242,21 @@ class LayerStore:
     def _read_manifest(self, digest: str, name: str) -> Manifest:
         path = self._manifest_path(digest)
         try:
-            with path.open("rb") as file:
-                manifest = decode_manifest(file.read(), os.fstat(file.fileno()).st_mtime)
+            status = path.stat()
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            known = self._known.get(digest)
+            if known is not None and known[0] == identity:
+                return known[1]
+            manifest = decode_manifest(path.read_bytes(), status.st_mtime)
         except FileNotFoundError:
             raise _broken(name, digest, "is missing") from None
         except msgspec.MsgspecError as error:  # malformed JSON and wrong types both
             raise _broken(name, digest, f"cannot be read: {error}") from None
         if manifest.digest != digest:
             raise _broken(name, digest, "was changed after it was published")
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+        self._known[digest] = (identity, manifest)
         return manifest
 
     def _by_digest(self, parsed: Ref) -> Manifest:
@@ -276,6 +272,21 @@ class LayerStore:
                 hint=f"write {manifest.name}@{digest}",
             )
         return manifest
+
+    def _only_version(self, ref: Ref) -> str:
+        """What a bare name means: the version tagged `latest`, or the only one."""
+        versions = self._versions(ref.name)
+        if LATEST in versions:
+            return LATEST
+        if not versions:
+            raise self._unknown(ref)
+        if len(versions) > 1:
+            raise Fault(
+                ErrorKind.INVALID,
+                f"layer {ref.name!r} has several versions: {', '.join(sorted(versions))}",
+                hint=f"write {ref.name}@VERSION, or tag one of them {ref.name!r}",
+            )
+        return versions[0]
 
     def _named(self, ref: Ref) -> Tags:
         """The tags that removing `ref` removes; needs no readable manifest."""
