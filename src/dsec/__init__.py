@@ -7,10 +7,13 @@ that `import dsec` costs a training process nothing.
 from __future__ import annotations
 
 import importlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsec.cluster.embedded import embedded as embedded
+    from pathlib import Path
+
     from dsec.protocol.errors import ErrorKind as ErrorKind
     from dsec.protocol.specs import Capabilities as Capabilities
     from dsec.protocol.specs import Capability as Capability
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from dsec.sdk.archive import Downloaded as Downloaded
     from dsec.sdk.bursts import Burst as Burst
     from dsec.sdk.bursts import Outcome as Outcome
-    from dsec.sdk.client import DSecClient as DSecClient
+    from dsec.sdk.client import DSecClient
     from dsec.sdk.errors import AuthenticationError as AuthenticationError
     from dsec.sdk.errors import CapacityError as CapacityError
     from dsec.sdk.errors import CommandFailed as CommandFailed
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
     from dsec.sdk.sandbox import Sandbox as Sandbox
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "dsec.cluster.embedded": ("embedded",),
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileInfo", "FileKind",
@@ -87,7 +89,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.sdk.sandbox": ("Sandbox",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = [*sorted(_HOME), "sync"]
+__all__ = [*sorted(_HOME), "embedded", "sync"]
 
 
 def __getattr__(name: str) -> object:
@@ -102,3 +104,31 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+@asynccontextmanager
+async def embedded(state_dir: str | Path | None = None) -> AsyncIterator[DSecClient]:
+    """An open client on a private DSec of this machine (as root) that ends with the block, its sandboxes with it.
+
+    state_dir: where its journal, key and logs lie and stay; without it in a temporary directory that goes too.
+    """
+    import asyncio
+    from contextlib import ExitStack
+
+    from dsec.cluster.embedded import private
+    from dsec.protocol.errors import Fault
+    from dsec.sdk.client import DSecClient
+    from dsec.sdk.errors import from_body
+
+    with ExitStack() as stack:
+        try:
+            endpoint = await asyncio.to_thread(stack.enter_context, private(state_dir))
+        except Fault as fault:
+            raise from_body(fault.body) from fault
+        try:
+            with open(endpoint.key_file, encoding="ascii") as file:  # noqa: ASYNC230 - one line
+                key = file.read().strip()
+            async with DSecClient(endpoint.url, key) as client:
+                yield client
+        finally:
+            await asyncio.to_thread(stack.close)

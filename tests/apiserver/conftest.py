@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_edge import FakeEdge
-from serving import apiserver
+from tests.apiserver.fake_edge import FakeEdge
+from tests.apiserver.serving import apiserver
 
 
 @pytest.fixture(scope="session")

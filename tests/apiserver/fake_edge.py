@@ -1,7 +1,8 @@
-"""An edge for tests: the link's methods over real processes and files of this machine, no isolation, and switches for faults.
+# ruff: noqa: ASYNC230 - local files of a test
+"""An edge for tests: the link's methods over real processes and files of this machine, without isolation.
 
-It keeps the contract of ARCHITECTURE.md where the apiserver and the SDK depend on it: exec ids run once, output is read from a byte
-cursor, files are written beside and renamed, stop is idempotent, a stop during creation ends it.
+It keeps the contract of ARCHITECTURE.md where the apiserver and the SDK depend on it: exec ids run once, output is read
+from a byte cursor, files are written beside and renamed, stop is idempotent. Its switches make faults.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Command:
             if self.done is not None and index == len(self.output):
                 return self.done
             async with self.changed:
-                await self.changed.wait_for(lambda: self.done is not None or index < len(self.output))
+                await self.changed.wait_for(lambda seen=index: self.done is not None or seen < len(self.output))
 
 
 class Box:
@@ -197,7 +198,9 @@ class FakeEdge:
         self.runs = 0
         self.hold_creation: asyncio.Event | None = None  # creations wait for it
         self.cancelled = 0
-        self.lose_replies: set[str] = set()  # methods whose work is done but whose answer is lost with the connection, once each
+        self.lose_replies: set[str] = (
+            set()
+        )  # methods whose work is done but whose answer is lost with the connection, once each
         self._server: LinkServer | None = None
 
     async def __aenter__(self) -> FakeEdge:

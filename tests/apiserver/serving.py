@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fake_edge import FakeEdge
+from tests.apiserver.fake_edge import FakeEdge
 
 KEY = "test-key-0123456789abcdef"
 DEADLINE_S = 20
@@ -25,7 +25,9 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def apiserver(directory: Path, *edges: FakeEdge, port: int | None = None, ready: bool = True) -> AsyncIterator[str]:
+async def apiserver(
+    directory: Path, *edges: FakeEdge, port: int | None = None, ready: bool = True
+) -> AsyncIterator[str]:
     """The URL of a running apiserver; its log must hold no traceback at the end."""
     key = directory / "api.key"
     if not key.exists():

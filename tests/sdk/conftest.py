@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "apiserver"))
-
-from fake_edge import FakeEdge
-from serving import KEY, apiserver
-
 from dsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests.apiserver.fake_edge import FakeEdge
+from tests.apiserver.serving import KEY, apiserver
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-from fake_edge import FakeEdge
-
-from dsec import CommandFailed, CommandTimedOut, DSecClient, Exit, NotFound, Sandbox, Stderr, Stdout
+from dsec import Sandbox
 
 
 async def test_run_shell(sandbox: Sandbox) -> None:
