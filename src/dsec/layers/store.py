@@ -397,8 +397,11 @@ class LayerStore:
                     write_durably(path, manifest.canonical(), self._tmp)
                 self._write_tag(manifest.name, manifest.version, manifest.digest)
         except (OSError, Fault):
-            for path in reversed(new):
-                path.unlink(missing_ok=True)
+            if (
+                self._tagged_digest(manifest.name, manifest.version) != manifest.digest
+            ):  # else all is there, if not yet durable
+                for path in reversed(new):
+                    path.unlink(missing_ok=True)
             raise
 
     def _place_blob(self, blob: Blob, file: Path, new: Paths) -> None:
