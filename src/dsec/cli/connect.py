@@ -53,10 +53,13 @@ async def _guarded(work: Callable[[DSecClient], Awaitable[T]], endpoint: Endpoin
 
 def explained(error: Exception) -> CliFailure | None:
     """A library's exception as a failure with a hint; None when it is not one that a user can cause."""
-    from dsec import ConnectionLost, DSecError
+    from dsec import CapacityError, ConnectionLost, DSecError
 
     if isinstance(error, ConnectionLost):
-        return not_running(error.message)
+        return not_running(error.message, hint=error.hint)
+    if isinstance(error, CapacityError):
+        held = ", ".join(f"{name} {count}" for name, count in sorted(error.holders.items()))
+        return CliFailure(error.message + (f"; held by: {held}" if held else ""), hint=error.hint)
     if isinstance(error, DSecError):
         return CliFailure(error.message, hint=error.hint)
     from dsec.protocol.errors import Fault

@@ -31,10 +31,9 @@ def usage(message: str, *, hint: str = "") -> CliFailure:
     return CliFailure(message, hint=hint, code=ExitCode.USAGE)
 
 
-def not_running(detail: str) -> CliFailure:
-    return CliFailure(
-        f"the platform is not running ({detail})", hint="start it with: dsec up", code=ExitCode.NOT_RUNNING
-    )
+def not_running(detail: str, *, hint: str = "") -> CliFailure:
+    text = f"the platform is not running ({detail})"
+    return CliFailure(text, hint=hint or "start it with: dsec up", code=ExitCode.NOT_RUNNING)
 
 
 def one_line(text: str) -> str:

@@ -152,6 +152,8 @@ def _document(result: ExecResult) -> dict[str, object]:
         "exit_code": result.exit_code,
         "signal": result.signal,
         "timed_out": result.timed_out,
+        "reason": result.reason,
+        "detail": result.detail,
         "duration_s": round(result.duration_s, 6),
         "stdout_bytes": result.stdout_bytes,
         "stderr_bytes": result.stderr_bytes,

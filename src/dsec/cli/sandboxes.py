@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LIVE = ("creating", "running", "paused", "stopping")
 _ENDED = ("stopped", "failed")
+_STOPS_AT_ONCE = 32
 
 
 def register(app: typer.Typer) -> None:
@@ -85,10 +86,10 @@ def logs(
         attached = await client.attach(sandbox)
         async for line in attached.logs():
             if json:
-                print_json_line(line)
+                print_json_line({"t": line.t, "line": str(line)})
             else:
                 stamp = time.strftime("%H:%M:%S", time.localtime(line.t))
-                print(f"{stamp}.{int(line.t % 1 * 1000):03d}  {printable(line.line)}")
+                print(f"{stamp}.{int(line.t % 1 * 1000):03d}  {printable(line)}")
 
     with_client(work)
 
@@ -115,11 +116,13 @@ def stop(
     from dsec.cli.connect import with_client
 
     async def work(client: DSecClient) -> tuple[int, list[str]]:
-        if not sandbox:
+        if labels:
             return await client.stop_many(labels=labels), []
-        answers = await asyncio.gather(*(_stop_one(client, name) for name in sandbox))
+        names = sandbox or [info.id async for info in client.list(states=_LIVE)]
+        at_once = asyncio.Semaphore(_STOPS_AT_ONCE)
+        answers = await asyncio.gather(*(_stop_one(client, name, at_once) for name in names))
         failed = [answer for answer in answers if answer]
-        return len(sandbox) - len(failed), failed
+        return len(names) - len(failed), failed
 
     count, failed = with_client(work)
     if json:
@@ -130,13 +133,14 @@ def stop(
         raise CliFailure("; ".join(failed), hint="dsec ps lists what there is")
 
 
-async def _stop_one(client: DSecClient, name: str) -> str:
+async def _stop_one(client: DSecClient, name: str, at_once: asyncio.Semaphore) -> str:
     """Empty when stopped, else what went wrong."""
     from dsec import DSecError, SandboxUnavailable
 
     try:
-        sandbox = await client.attach(name)
-        await sandbox.stop()
+        async with at_once:
+            sandbox = await client.attach(name)
+            await sandbox.stop()
     except SandboxUnavailable:
         return ""  # it had ended already
     except DSecError as error:

@@ -84,6 +84,8 @@ def remark(result: ExecResult) -> None:
         note(f"dsec: killed at its deadline after {result.duration_s:.1f} s")
     elif result.timed_out == "idle":
         note("dsec: killed because it was silent for too long")
+    if result.reason:
+        note(f"dsec: ended by a limit: {result.reason}" + (f" ({result.detail})" if result.detail else ""))
     for name, cut, size in (
         ("stdout", result.stdout_truncated, result.stdout_bytes),
         ("stderr", result.stderr_truncated, result.stderr_bytes),

@@ -98,7 +98,7 @@ _LIMIT_REFERENCED = 1
 _MIB = 1 << 20
 
 
-def _loop_device(backing: Path) -> int:
+def loop_device(backing: Path) -> int:
     """Attach a free loop device that lets go of the file with its last user; a descriptor of it."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     file = os.open(backing, os.O_RDWR | os.O_CLOEXEC)
@@ -120,6 +120,11 @@ def _loop_device(backing: Path) -> int:
         os.close(control)
         os.close(file)
     raise OSError(errno.EBUSY, "every free loop device was taken by somebody else")
+
+
+def enable_simple_quotas(filesystem: int) -> None:
+    """Count and limit what each subvolume of the filesystem (a descriptor of any directory on it) was given."""
+    fcntl.ioctl(filesystem, _QUOTA_CTL, bytearray(struct.pack("=QQ", _QUOTA_ENABLE_SIMPLE, 0)))
 
 
 def _limited_write(subvolume: Path, amount: int) -> int | None:
@@ -151,11 +156,11 @@ def uppers_btrfs(scratch: Path) -> Finding:
         handle.truncate(256 * _MIB)
     _run("mkfs.btrfs", "-q", "--mixed", image)
     target.mkdir()
-    device = _loop_device(image)
+    device = loop_device(image)
     syscalls.mount(os.readlink(f"/proc/self/fd/{device}"), str(target), "btrfs", 0, "")
     os.close(device)
     top = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.ioctl(top, _QUOTA_CTL, bytearray(struct.pack("=QQ", _QUOTA_ENABLE_SIMPLE, 0)))
+    enable_simple_quotas(top)
     fcntl.ioctl(top, _SUBVOLUME_CREATE, bytearray(struct.pack("=q4088s", 0, b"one")))
     one = os.open(target / "one", os.O_RDONLY | os.O_DIRECTORY)
     fcntl.ioctl(one, _QGROUP_LIMIT, bytearray(struct.pack("=QQQQQQ", 0, _LIMIT_REFERENCED, 8 * _MIB, 0, 0, 0)))

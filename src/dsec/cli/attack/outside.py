@@ -67,8 +67,10 @@ async def memory_hog(sandbox: Sandbox) -> Outcome:
         return Outcome(
             True, f"the hog ended with {result.exit_code} ({result.signal or 'no signal'}), not by the memory limit"
         )
-    if usage.oom_kills <= before:
-        return Outcome(True, "the hog died, but no out-of-memory kill was counted")
+    if usage.oom_kills <= before or result.reason != "oom":
+        return Outcome(
+            True, f"the hog died, but not by name: reason {result.reason}, {usage.oom_kills - before} kills counted"
+        )
     alive = await _answers(sandbox)
     return Outcome(not alive, "killed, counted, and the sandbox answers" if alive else "the sandbox is gone")
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import signal
+from functools import partial
 
 from .core import attempt, call, each, libc, permitted_but
 
@@ -39,12 +40,12 @@ def _read(name: str) -> str | None:
 
 
 for _name in ("mem", "maps", "environ", "auxv", "stack", "syscall", "io", "smaps", "pagemap", "personality", "timers"):
-    attempt(f"agent.read_{_name}", f"read /proc/1/{_name}", also=(errno.ENOENT, errno.EIO))(lambda n=_name: _read(n))
+    attempt(f"agent.read_{_name}", f"read /proc/1/{_name}", also=(errno.ENOENT, errno.EIO))(partial(_read, _name))
 for _name in ("exe", "root", "cwd"):
-    attempt(f"agent.link_{_name}", f"follow /proc/1/{_name}", also=(errno.ENOENT,))(lambda n=_name: _read_link(n))
+    attempt(f"agent.link_{_name}", f"follow /proc/1/{_name}", also=(errno.ENOENT,))(partial(_read_link, _name))
 for _name in ("fd", "fdinfo", "map_files", "root", "cwd", "task/1/fd"):
     attempt(f"agent.list_{_name.replace('/', '_')}", f"list /proc/1/{_name}", also=(errno.ENOENT,))(
-        lambda n=_name: _list(n)
+        partial(_list, _name)
     )
 
 

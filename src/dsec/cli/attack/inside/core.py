@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +55,7 @@ def each(
 
     def register(function: Callable[[int], str | None]) -> None:
         for key, value in values.items():
-            ALL.append(Attempt(f"{name}.{key}", what.format(key), RULES + also, lambda value=value: function(value)))
+            ALL.append(Attempt(f"{name}.{key}", what.format(key), RULES + also, partial(function, value)))
 
     return register
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 
 from .core import ABSENT, attempt, opened, readable
 
@@ -31,12 +32,10 @@ def _without_addresses(path: str) -> str | None:
 
 for _name in _MASKED:
     _reader = _without_addresses if _name in ("iomem", "ioports") else readable
-    attempt(f"proc.{_name}", f"read /proc/{_name}", also=(*ABSENT, errno.EINVAL))(
-        lambda n=_name, r=_reader: r(f"/proc/{n}")
-    )
+    attempt(f"proc.{_name}", f"read /proc/{_name}", also=(*ABSENT, errno.EINVAL))(partial(_reader, f"/proc/{_name}"))
 for _name in _SYSCTLS:
     attempt(f"proc.sys_{_name.replace('/', '_')}", f"write /proc/sys/{_name}", also=ABSENT)(
-        lambda n=_name: opened(f"/proc/sys/{n}", os.O_WRONLY)
+        partial(opened, f"/proc/sys/{_name}", os.O_WRONLY)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from functools import partial
 
 from .core import ABSENT, attempt, call, each, libc
 
@@ -59,7 +60,7 @@ def _join(path: str) -> str | None:
 
 for _kind in ("mnt", "cgroup", "uts", "ipc", "user", "pid", "net"):
     attempt(f"namespace.setns_{_kind}", f"join /proc/1/ns/{_kind}", also=(*ABSENT, errno.EINVAL))(
-        lambda kind=_kind: _join(f"/proc/1/ns/{kind}")
+        partial(_join, f"/proc/1/ns/{_kind}")
     )
 
 

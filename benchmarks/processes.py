@@ -1,0 +1,70 @@
+"""The platform's processes as the host sees them: memory of its own, and the PID 1 of every sandbox."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dsec.cluster import embedded
+
+
+def platform_pss_mb(state: str) -> float:
+    """Proportional set size of API server, edge, and all their children (launcher, helpers) but the PID 1s of sandboxes."""
+    roots = {process.pid for process in embedded.status(state).processes if process.pid is not None}
+    if len(roots) != 2:
+        raise AssertionError(f"the platform of {state} does not run whole: {roots}")
+    return sum(_pss_kb(pid) for pid in _family(roots)) / 1024
+
+
+def _family(roots: set[int]) -> set[int]:
+    """The processes and their descendants in the host's PID namespace."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        status = _status(pid)
+        if len(status.get("NSpid", "").split()) == 1:
+            children.setdefault(int(status["PPid"]), []).append(pid)
+    family, left = set(roots), list(roots)
+    while left:
+        for child in children.get(left.pop(), []):
+            if child not in family:
+                family.add(child)
+                left.append(child)
+    return family
+
+
+def agents(edge: str) -> set[int]:
+    """Host pids of processes that are PID 1 of a namespace, in a group of this edge, with an overlay as their root.
+
+    Slots of the pool have no root of their own yet, so they are not counted.
+    """
+    found: set[int] = set()
+    for pid in _pids():
+        numbers = _status(pid).get("NSpid", "").split()
+        if len(numbers) >= 2 and numbers[-1] == "1" and f"/dsec-{edge}" in _text(pid, "cgroup"):
+            root = next((line for line in _text(pid, "mountinfo").splitlines() if line.split()[4] == "/"), "")
+            if " - overlay " in root:
+                found.add(pid)
+    return found
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _status(pid: int) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in _text(pid, "status").splitlines() if ":\t" in line)
+
+
+def _text(pid: int, name: str) -> str:
+    """Empty when the process has just ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _pss_kb(pid: int) -> int:
+    for line in _text(pid, "smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1])
+    return 0
