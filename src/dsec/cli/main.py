@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from dsec.cli import bench, copy, doctor, layer, platform, run, sandboxes, version
+from dsec.cli import bench, copy, demo, doctor, layer, platform, run, sandboxes, version
 from dsec.cli.failure import CliFailure, ExitCode, report
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (platform, doctor, run, sandboxes, copy, bench, version):
+for group in (platform, doctor, run, sandboxes, copy, demo, bench, version):
     group.register(app)
 app.add_typer(layer.app, name="layer")
 
@@ -39,11 +39,17 @@ def invoke(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end
-        return ExitCode.BROKEN_PIPE
+        return _reader_left()
+    except SystemExit as leaving:  # the parser's answer to a broken pipe
+        return _reader_left() if isinstance(leaving.__context__, BrokenPipeError) else int(leaving.code or 0)
     except Exception as error:  # noqa: BLE001 - the process's outermost loop
         return _explained(error)
     return code if isinstance(code, int) else 0
+
+
+def _reader_left() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end
+    return ExitCode.BROKEN_PIPE
 
 
 def _explained(error: Exception) -> int:
