@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dsec.sdk.archive import Downloaded as Downloaded
     from dsec.sdk.bursts import Burst as Burst
     from dsec.sdk.bursts import Outcome as Outcome
-    from dsec.sdk.client import DSecClient
+    from dsec.sdk.client import DSecClient as DSecClient
     from dsec.sdk.errors import AuthenticationError as AuthenticationError
     from dsec.sdk.errors import CapacityError as CapacityError
     from dsec.sdk.errors import CommandFailed as CommandFailed

@@ -143,6 +143,7 @@ def main() -> int:
         server_header=False,
         date_header=False,
         backlog=BACKLOG,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 import msgspec
 
@@ -18,9 +18,6 @@ from dsec.protocol.specs import CreateOutcome, DSecContainerRunArgs
 from .errors import ConnectionLost, DSecError, InvalidRequest, from_body
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _RETRY_S = 0.2
 

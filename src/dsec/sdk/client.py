@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 from urllib.parse import quote
 
 import msgspec
@@ -19,9 +19,6 @@ from .errors import DSecError, InvalidRequest
 from .layers import Layers
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _CLEAN_UP_S = 10.0
 

@@ -14,6 +14,7 @@ import msgspec
 from dsec.protocol.specs import FileInfo, FileKind
 
 from . import archive
+from .archive import Downloaded
 from .errors import ConnectionLost, FileMissing, NotADirectory
 from .transport import NDJSON, Target, Transport, chunks, cut, decode, encode, json_lines
 
@@ -69,7 +70,7 @@ class Files:
     async def write(
         self,
         path: RemotePath,
-        data: bytes | str | AsyncIterable[bytes],
+        data: bytes | bytearray | memoryview | str | AsyncIterable[bytes],
         *,
         mode: int | None = None,
         owner: str | None = None,
@@ -154,7 +155,7 @@ class Files:
             mode = (await asyncio.to_thread(os.stat, source)).st_mode & 0o777
             await self.write(remote, archive.read_file(source), mode=mode)
 
-    async def download(self, remote: RemotePath, local: LocalPath) -> archive.Downloaded:
+    async def download(self, remote: RemotePath, local: LocalPath) -> Downloaded:
         """A file becomes the file `local`; a directory's contents come to lie in the directory `local`, which is made.
 
         Nothing is written outside `local` and nothing in it leads out: absolute and escaping symlinks, devices and FIFOs

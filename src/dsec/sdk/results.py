@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import msgspec
 
 from dsec.protocol.specs import ExecDone
 
 from .errors import CommandFailed, CommandTimedOut
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

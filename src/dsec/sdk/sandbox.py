@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,9 +17,6 @@ from .files import Files
 from .process import Process
 from .results import ExecResult, LogLine
 from .transport import NDJSON, Target, Transport, cut, decode, encode, json_lines
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _MIB = 1024 * 1024
 
