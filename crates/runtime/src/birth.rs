@@ -1,12 +1,18 @@
-//! What a launcher tells a newborn aether, once, over the control socket (descriptor 3, SOCK_SEQPACKET).
+//! How a pre-born PID 1 becomes a sandbox: two messages over descriptor 3 (SOCK_SEQPACKET), and two answers.
 //!
-//! The launcher clones and executes PID 1 long before it knows which sandbox it will be (pool); the process waits in
-//! `recvmsg` on descriptor 3. One message with one `Birth` (msgpack map) and all descriptors turns it into a sandbox.
-//! `inside::enter` consumes the descriptors, builds the root, drops privilege and answers with one `BirthReply`.
+//! 1. The launcher clones PID 1 long before it knows which sandbox it will be (pool). The first message is the path of the
+//!    slot's directory on the uppers filesystem (`u`pper, `w`ork, `s`hm). PID 1 waits for it before it executes
+//!    `dsec-runtime aether`: its coming means that the id maps are written. `inside` then makes all that does not depend
+//!    on the sandbox and answers `PREPARED`.
+//! 2. One `Birth` (msgpack map) with all descriptors. `inside::enter` builds the root, drops privilege and answers with one
+//!    `BirthReply`.
 
 use serde::{Deserialize, Serialize};
 
-/// Descriptors come in the ancillary data of the message, in the order of the fields marked `fd`.
+/// The whole of the first answer.
+pub const PREPARED: &[u8] = b"prepared";
+
+/// Descriptors come in the ancillary data of the message: the fixed ones, then `layers` mounts, then `cgroup_tasks` files.
 #[derive(Serialize, Deserialize, Debug)]
 pub struct Birth {
     /// Sandbox id, also the default host name.
@@ -14,16 +20,13 @@ pub struct Birth {
     pub hostname: String,
     /// Incarnation of the sandbox, repeated in every hello.
     pub incarnation: u64,
-    /// Number of id-mapped layer mounts that follow the fixed descriptors, uppermost layer LAST (base first).
+    /// Number of id-mapped layer mounts, uppermost layer LAST (base first).
     pub layers: u32,
-    /// Absolute paths (in the mount namespace inherited from the launcher) of this sandbox's upper and work directory.
-    pub upper: String,
-    pub work: String,
-    /// Directory on the same filesystem that becomes /dev/shm.
-    pub shm: String,
-    /// Which cgroup files commands must join; see `cgroup.rs`. v1 `tasks` files come as descriptors, after the layers.
+    /// Number of v1 `tasks` files that a command writes "0" to before it executes; see `cgroup.rs`.
     pub cgroup_tasks: u32,
-    /// Default user of commands (name or numeric id), default environment and working directory.
+    /// Whether `FD_CGROUP2` is there (false: no cgroup v2 tree on this machine, the descriptor is of /dev/null).
+    pub has_cgroup2: bool,
+    /// Default user of commands (name or numeric id), default environment and working directory ("": /).
     pub init_user: String,
     pub env: Vec<(String, String)>,
     pub workdir: String,
@@ -31,23 +34,26 @@ pub struct Birth {
     pub max_output: u64,
 }
 
-/// Order of the fixed descriptors in the ancillary data; then `layers` mounts; then `cgroup_tasks` v1 task files.
+/// Order of the fixed descriptors in the ancillary data.
 pub const FD_LISTENER: usize = 0; // listening Unix stream socket, the only way in
-pub const FD_OOM_ADJ: usize = 1; // own /proc/self/oom_score_adj, opened while it was still writable
-pub const FD_SPILL: usize = 2; // O_PATH-free directory descriptor, outside the overlay, for spilled output (O_TMPFILE)
-pub const FD_CGROUP2: usize = 3; // cgroup v2 directory of this sandbox's commands, delegated
-pub const FD_DEV: usize = 4; // detached mount of the node's shared /dev
-pub const FIXED_FDS: usize = 5;
+pub const FD_OOM_ADJ: usize = 1; // PID 1's oom_score_adj, open for writing
+pub const FD_SPILL: usize = 2; // directory outside the overlay and its quota, for spilled output (O_TMPFILE | O_EXCL)
+pub const FD_CGROUP2: usize = 3; // O_PATH: cgroup v2 directory under which aether makes one group per command
+pub const FIXED_FDS: usize = 4;
 
 #[derive(Serialize, Deserialize, Debug)]
 pub struct BirthReply {
     pub ready: bool,
-    /// Where it failed: "layers", "overlay", "proc", "dev", "pivot", "user", "privileges".
+    /// Where it failed: "message", "layers", "overlay", "root", "privileges".
     pub stage: String,
     pub error: String,
+    pub errno: i32,
+    /// Microseconds by stage.
+    pub us: Vec<(String, u64)>,
 }
 
-/// What `inside::enter` leaves for `aether::serve` once the process is in its sandbox without privilege.
+/// What `inside::enter` leaves for `aether::serve` once the process is in its sandbox without privilege. Descriptors are
+/// all close-on-exec; `cgroup2` is -1 where there is none.
 #[derive(Debug)]
 pub struct Sandbox {
     pub birth: Birth,

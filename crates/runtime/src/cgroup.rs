@@ -1,0 +1,418 @@
+//! Control groups: v1, hybrid (v1 controllers beside a v2 tree without any) and v2, behind one interface.
+//!
+//! All groups lie under one parent per hierarchy, `dsec-<name>`; a sandbox's are called by its slot, `s12`.
+//!
+//! Aether must stay outside the limits of the commands it runs, so no limit is ever on a group that it is in:
+//! - v1 and hybrid: PID 1 stays in the launcher's groups (memory, pids: the shared `aethers`); commands write "0" to the
+//!   `tasks` files of the limited groups, which are opened here because v1 checks the opener's rights.
+//! - v2 tree of hybrid: `s12` (PID 1) and its children, one per command, made by aether; for kill, freeze and CPU time.
+//! - v2: `s12` holds `init` (PID 1) and `cmds` (limits; children, one per command, made by aether).
+//!
+//! No cgroup filesystem is mounted inside, and limit files are never owned by the sandbox.
+
+use crate::sys::{self, c, process, At, Errno, Failure};
+use serde::Serialize;
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+const STAGE: &str = "cgroup";
+const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
+/// Length of the period that CPU limits are counted in.
+const PERIOD_US: u64 = 100_000;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    V1,
+    Hybrid,
+    V2,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Limits {
+    pub memory: u64,
+    /// Cores, as microseconds of CPU time per period.
+    pub cpu_quota: u64,
+    pub pids: u64,
+}
+
+impl Limits {
+    pub fn new(memory: u64, cores: f64, pids: u64) -> Self {
+        let quota = (cores * PERIOD_US as f64) as u64;
+        Limits { memory, cpu_quota: quota.max(1000), pids }
+    }
+}
+
+/// -1 where the kernel cannot tell.
+#[derive(Serialize, Debug, Clone)]
+pub struct Usage {
+    pub memory: i64,
+    pub memory_peak: i64,
+    pub cpu_ns: i64,
+    pub pids: i64,
+    pub disk: i64,
+    pub oom_kills: i64,
+    pub pids_hits: i64,
+}
+
+/// What a newborn PID 1 needs of its groups.
+pub struct Group {
+    /// The v2 group that PID 1 is born into.
+    pub birth: Option<OwnedFd>,
+    /// The v2 group under which aether makes one for each command.
+    pub commands: Option<OwnedFd>,
+    /// v1 `tasks` files, open for writing.
+    pub tasks: Vec<OwnedFd>,
+}
+
+pub struct Cgroups {
+    pub kind: Kind,
+    /// `dsec-<name>` of the v2 tree.
+    unified: Option<OwnedFd>,
+    /// `dsec-<name>` of the memory, cpu and pids hierarchies of v1.
+    v1: Vec<OwnedFd>,
+}
+
+fn group(slot: u32) -> String {
+    format!("s{slot}")
+}
+
+impl Cgroups {
+    /// Finds the hierarchies, makes the parents, and moves this process out of any limit of its surroundings.
+    pub fn open(name: &str) -> Result<Self, Failure> {
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").map_err(Errno::from);
+        let (unified, v1) = find_hierarchies(&mounts.at(STAGE, || "read /proc/self/mountinfo".into())?);
+        let parent = format!("dsec-{name}");
+        let kind = match (&unified, v1.len()) {
+            (Some(_), 0) => Kind::V2,
+            (Some(_), 3) => Kind::Hybrid,
+            (None, 3) => Kind::V1,
+            _ => {
+                let text = "memory, cpu and pids controllers are neither all in cgroup v1 nor in v2; mount them";
+                return Err(Failure::new(STAGE, text, libc::ENOSYS));
+            }
+        };
+        let mut opened = Vec::new();
+        for path in v1.iter().chain(&unified) {
+            if kind == Kind::V2 {
+                enable_controllers(libc::AT_FDCWD, path)?;
+            }
+            opened.push(make_and_open(&format!("{path}/{parent}"))?);
+        }
+        let unified = unified.and_then(|_| opened.pop());
+        let groups = Cgroups { kind, unified, v1: opened };
+        groups.settle()?;
+        Ok(groups)
+    }
+
+    /// v1: this process, and so every PID 1 it clones, goes to `aethers` in memory and pids (not in cpu: aether answers
+    /// at the weight of a platform process). v2: controllers are handed down to the sandboxes' groups.
+    fn settle(&self) -> Result<(), Failure> {
+        if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
+            return enable_controllers(unified.as_raw_fd(), ".");
+        }
+        for index in [0, 2] {
+            let parent = self.v1[index].as_raw_fd();
+            ignore_existing(sys::mkdirat(parent, c"aethers", 0o755)).at(STAGE, || "create group aethers".into())?;
+            sys::write_file(parent, c"aethers/tasks", b"0").at(STAGE, || "join group aethers".into())?;
+        }
+        Ok(())
+    }
+
+    /// Makes the groups of a slot; `root` is the host's id of the sandbox's root, to whom the v2 tree is delegated.
+    pub fn make(&self, slot: u32, root: u32) -> Result<Group, Failure> {
+        let name = group(slot);
+        let at = || format!("create groups {name}");
+        let mut made = Group { birth: None, commands: None, tasks: Vec::new() };
+        for parent in &self.v1 {
+            ignore_existing(sys::mkdirat(parent.as_raw_fd(), &c(name.as_str()), 0o755)).at(STAGE, at)?;
+            let tasks = sys::openat(parent.as_raw_fd(), &c(format!("{name}/tasks")), libc::O_WRONLY, 0);
+            made.tasks.push(tasks.at(STAGE, at)?);
+        }
+        if let Some(unified) = &self.unified {
+            let parent = unified.as_raw_fd();
+            let mut directories = vec![name.clone()];
+            if self.kind == Kind::V2 {
+                directories.extend([format!("{name}/init"), format!("{name}/cmds")]);
+            }
+            for directory in &directories {
+                ignore_existing(sys::mkdirat(parent, &c(directory.as_str()), 0o755)).at(STAGE, at)?;
+            }
+            let delegated = directories.last().unwrap_or(&name).clone();
+            for path in [delegated.clone(), format!("{delegated}/cgroup.procs"), format!("{name}/cgroup.procs")] {
+                sys::fchownat(parent, &c(path), root, root).at(STAGE, at)?;
+            }
+            let open = |path: &str| sys::openat(parent, &c(path), libc::O_PATH | libc::O_DIRECTORY, 0).at(STAGE, at);
+            made.birth = Some(open(&name)?);
+            made.commands = Some(open(&delegated)?);
+        }
+        Ok(made)
+    }
+
+    /// After PID 1 has made its cgroup namespace (whose root must be `s12`): v2 only, moves it to `init` and hands the
+    /// controllers down, which is not possible while a process is in `s12` itself.
+    pub fn settle_newborn(&self, slot: u32, pid: i32) -> Result<(), Failure> {
+        let (Kind::V2, Some(unified)) = (self.kind, &self.unified) else { return Ok(()) };
+        let name = group(slot);
+        let procs = c(format!("{name}/init/cgroup.procs"));
+        let moved = sys::write_file(unified.as_raw_fd(), &procs, pid.to_string().as_bytes());
+        moved.at(STAGE, || format!("move PID 1 to {name}/init"))?;
+        enable_controllers(unified.as_raw_fd(), &name)
+    }
+
+    pub fn set_limits(&self, slot: u32, limits: &Limits) -> Result<(), Failure> {
+        let name = group(slot);
+        let set = |parent: &OwnedFd, file: String, value: String| {
+            let at = || format!("write {value} to {file}");
+            sys::write_file(parent.as_raw_fd(), &c(file.as_str()), value.as_bytes()).at(STAGE, at)
+        };
+        if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
+            let file = |file: &str| format!("{name}/cmds/{file}");
+            set(unified, file("memory.max"), limits.memory.to_string())?;
+            let _ = set(unified, file("memory.swap.max"), "0".into()); // not there without swap accounting
+            set(unified, file("cpu.max"), format!("{} {PERIOD_US}", limits.cpu_quota))?;
+            return set(unified, file("pids.max"), limits.pids.to_string());
+        }
+        self.set_v1_memory(&name, limits.memory)?;
+        set(&self.v1[1], format!("{name}/cpu.cfs_quota_us"), limits.cpu_quota.to_string())?;
+        set(&self.v1[2], format!("{name}/pids.max"), limits.pids.to_string())
+    }
+
+    /// memory+swap may never be below memory: when the limit grows memsw is written first, else last.
+    fn set_v1_memory(&self, name: &str, bytes: u64) -> Result<(), Failure> {
+        let value = bytes.to_string();
+        let write = |file: &str| {
+            sys::write_file(self.v1[0].as_raw_fd(), &c(format!("{name}/{file}")), value.as_bytes())
+        };
+        let swap = |result: sys::Result<()>| if result == Err(Errno(libc::ENOENT)) { Ok(()) } else { result };
+        let at = || format!("write {value} to memory.limit_in_bytes of {name}");
+        if write("memory.limit_in_bytes").is_ok() {
+            return swap(write("memory.memsw.limit_in_bytes")).at(STAGE, at);
+        }
+        swap(write("memory.memsw.limit_in_bytes")).at(STAGE, at)?;
+        write("memory.limit_in_bytes").at(STAGE, at)
+    }
+
+    pub fn usage(&self, slot: u32) -> Usage {
+        let name = group(slot);
+        let text = |parent: Option<&OwnedFd>, file: &str| {
+            parent.and_then(|p| sys::read_file(p.as_raw_fd(), &c(format!("{name}/{file}"))).ok()).unwrap_or_default()
+        };
+        let number = |text: String| text.trim().parse().unwrap_or(-1);
+        let unified = self.unified.as_ref();
+        let cpu = field(&text(unified, "cpu.stat"), "usage_usec");
+        let mut usage = Usage { memory: -1, memory_peak: -1, cpu_ns: -1, pids: -1, disk: -1, oom_kills: -1, pids_hits: -1 };
+        usage.cpu_ns = if cpu < 0 { -1 } else { cpu * 1000 };
+        let (memory, pids) = match self.kind {
+            Kind::V2 => (unified, unified),
+            _ => (self.v1.first(), self.v1.get(2)),
+        };
+        if self.kind == Kind::V2 {
+            usage.memory = number(text(memory, "cmds/memory.current"));
+            usage.memory_peak = number(text(memory, "cmds/memory.peak"));
+            usage.oom_kills = field(&text(memory, "cmds/memory.events"), "oom_kill");
+            usage.pids = number(text(pids, "cmds/pids.current"));
+            usage.pids_hits = field(&text(pids, "cmds/pids.events"), "max");
+        } else {
+            usage.memory = number(text(memory, "memory.usage_in_bytes"));
+            usage.memory_peak = number(text(memory, "memory.max_usage_in_bytes"));
+            usage.oom_kills = field(&text(memory, "memory.oom_control"), "oom_kill");
+            usage.pids = number(text(pids, "pids.current"));
+            usage.pids_hits = field(&text(pids, "pids.events"), "max");
+        }
+        usage
+    }
+
+    pub fn oom_kills(&self, slot: u32) -> i64 {
+        let (parent, file) = match self.kind {
+            Kind::V2 => (self.unified.as_ref(), "cmds/memory.events"),
+            _ => (self.v1.first(), "memory.oom_control"),
+        };
+        let path = c(format!("{}/{file}", group(slot)));
+        parent.and_then(|p| sys::read_file(p.as_raw_fd(), &path).ok()).map_or(-1, |text| field(&text, "oom_kill"))
+    }
+
+    /// Removes a slot's groups; `false` when the kernel has not finished with them yet (ask again).
+    pub fn remove(&self, slot: u32) -> Result<bool, Failure> {
+        let name = group(slot);
+        let mut gone = true;
+        for parent in &self.v1 {
+            gone &= remove_group(parent, &name)?;
+        }
+        if let Some(unified) = &self.unified {
+            gone &= remove_tree(unified, &name)?;
+        }
+        Ok(gone)
+    }
+
+    /// Kills everything in a slot's groups, PID 1 too, and says how many tasks of v1 groups it found. (v2 groups die whole;
+    /// v1 ones task by task, so ask again until they can be removed.)
+    pub fn kill_all(&self, slot: u32) -> usize {
+        let name = group(slot);
+        if let Some(unified) = &self.unified {
+            // Fails when the group is gone already, which is as good.
+            let _ = sys::write_file(unified.as_raw_fd(), &c(format!("{name}/cgroup.kill")), b"1");
+        }
+        let tasks = |parent: &OwnedFd| sys::read_file(parent.as_raw_fd(), &c(format!("{name}/tasks"))).unwrap_or_default();
+        let mut found = 0;
+        for parent in &self.v1 {
+            for pid in tasks(parent).lines().filter_map(|line| line.parse::<i32>().ok()) {
+                let Ok(pidfd) = process::pidfd_open(pid) else { continue };
+                // Looked at again with the pidfd in hand: a number that still is in the group is the same process.
+                if tasks(parent).lines().any(|line| line.parse() == Ok(pid)) {
+                    let _ = process::send_signal(&pidfd, libc::SIGKILL);
+                    found += 1;
+                }
+            }
+        }
+        found
+    }
+
+    /// Kills every command's group, and leaves PID 1 alone.
+    pub fn kill_commands(&self, slot: u32) -> Result<(), Failure> {
+        let Some(unified) = &self.unified else {
+            return Err(Failure::new(STAGE, "kill needs the cgroup v2 tree (cgroup.kill); mount it", libc::ENOSYS));
+        };
+        let name = group(slot);
+        let at = || format!("kill the commands of {name}");
+        if self.kind == Kind::V2 {
+            return sys::write_file(unified.as_raw_fd(), &c(format!("{name}/cmds/cgroup.kill")), b"1").at(STAGE, at);
+        }
+        for child in children(unified, &name).at(STAGE, at)? {
+            match sys::write_file(unified.as_raw_fd(), &c(format!("{name}/{child}/cgroup.kill")), b"1") {
+                Err(Errno(libc::ENOENT | libc::ENODEV)) => continue, // aether has just removed it
+                other => other.at(STAGE, at)?,
+            }
+        }
+        Ok(())
+    }
+
+    pub fn freeze(&self, slot: u32, frozen: bool) -> Result<(), Failure> {
+        let Some(unified) = &self.unified else {
+            return Err(Failure::new(STAGE, "freeze needs the cgroup v2 tree (cgroup.freeze); mount it", libc::ENOSYS));
+        };
+        let path = c(format!("{}/cgroup.freeze", group(slot)));
+        let written = sys::write_file(unified.as_raw_fd(), &path, if frozen { b"1" } else { b"0" });
+        written.at(STAGE, || format!("freeze {}", group(slot)))
+    }
+
+    /// Whether all processes of the slot are frozen now.
+    pub fn frozen(&self, slot: u32) -> bool {
+        let path = c(format!("{}/cgroup.events", group(slot)));
+        let events = self.unified.as_ref().and_then(|u| sys::read_file(u.as_raw_fd(), &path).ok());
+        events.is_some_and(|text| field(&text, "frozen") == 1)
+    }
+
+    /// Slots that have a group in any hierarchy.
+    pub fn slots(&self) -> Vec<u32> {
+        let mut slots: Vec<u32> = Vec::new();
+        for parent in self.v1.iter().chain(&self.unified) {
+            let names = children(parent, ".").unwrap_or_default();
+            slots.extend(names.iter().filter_map(|name| name.strip_prefix('s').and_then(|n| n.parse::<u32>().ok())));
+        }
+        slots.sort_unstable();
+        slots.dedup();
+        slots
+    }
+}
+
+/// The mount point of the v2 tree, and those of the three v1 hierarchies in the order of `CONTROLLERS`, where they are.
+fn find_hierarchies(mountinfo: &str) -> (Option<String>, Vec<String>) {
+    let mut unified = None;
+    let mut v1 = [const { None }; 3];
+    for line in mountinfo.lines() {
+        let Some((before, after)) = line.split_once(" - ") else { continue };
+        let mut fields = before.split(' ');
+        let (Some("/"), Some(point)) = (fields.nth(3), fields.next()) else { continue };
+        let mut kind = after.split(' ');
+        match (kind.next(), kind.nth(1)) {
+            (Some("cgroup2"), _) => unified = unified.or(Some(point.to_string())),
+            (Some("cgroup"), Some(options)) => {
+                for (controller, found) in CONTROLLERS.iter().zip(&mut v1) {
+                    if options.split(',').any(|option| option == *controller) {
+                        *found = Some(point.to_string());
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    (unified, v1.into_iter().flatten().collect())
+}
+
+fn make_and_open(path: &str) -> Result<OwnedFd, Failure> {
+    ignore_existing(sys::mkdirat(libc::AT_FDCWD, &c(path), 0o755)).at(STAGE, || format!("create {path}"))?;
+    sys::openat(libc::AT_FDCWD, &c(path), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, || format!("open {path}"))
+}
+
+fn enable_controllers(dir: i32, path: &str) -> Result<(), Failure> {
+    let written = sys::write_file(dir, &c(format!("{path}/cgroup.subtree_control")), b"+memory +cpu +pids");
+    written.at(STAGE, || format!("enable memory, cpu and pids in {path}"))
+}
+
+fn ignore_existing(result: sys::Result<()>) -> sys::Result<()> {
+    if result == Err(Errno(libc::EEXIST)) { Ok(()) } else { result }
+}
+
+/// The number after a word at the start of a line, as in `oom_kill 3`.
+fn field(text: &str, word: &str) -> i64 {
+    let value = text.lines().find_map(|line| line.strip_prefix(word)?.strip_prefix(' ')?.trim().parse().ok());
+    value.unwrap_or(-1)
+}
+
+fn children(parent: &OwnedFd, name: &str) -> sys::Result<Vec<String>> {
+    let directory = sys::openat(parent.as_raw_fd(), &c(name), libc::O_RDONLY | libc::O_DIRECTORY, 0)?;
+    let entries = sys::list(directory.as_raw_fd())?;
+    let directories = entries.into_iter().filter(|(_, kind)| *kind == libc::DT_DIR);
+    Ok(directories.filter_map(|(name, _)| name.into_string().ok()).collect())
+}
+
+fn remove_group(parent: &OwnedFd, name: &str) -> Result<bool, Failure> {
+    let path = c(name);
+    let path: &CStr = &path;
+    match sys::unlinkat(parent.as_raw_fd(), path, libc::AT_REMOVEDIR) {
+        Ok(()) | Err(Errno(libc::ENOENT)) => Ok(true),
+        Err(Errno(libc::EBUSY)) => Ok(false),
+        other => other.map(|()| true).at(STAGE, || format!("remove group {name}")),
+    }
+}
+
+/// Children are aether's, one per command, and gone already unless it was killed; so the group itself is tried first.
+fn remove_tree(parent: &OwnedFd, name: &str) -> Result<bool, Failure> {
+    if remove_group(parent, name)? {
+        return Ok(true);
+    }
+    for child in children(parent, name).unwrap_or_default() {
+        remove_tree(parent, &format!("{name}/{child}"))?;
+    }
+    remove_group(parent, name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_hybrid_hierarchies() {
+        let text = "31 25 0:27 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n\
+                    32 25 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n\
+                    33 25 0:29 / /sys/fs/cgroup/pids rw shared:4 - cgroup cgroup rw,pids\n\
+                    34 25 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
+                    35 25 0:30 /deep /mnt rw - cgroup2 cgroup2 rw\n";
+        let (unified, v1) = find_hierarchies(text);
+        assert_eq!(unified.as_deref(), Some("/sys/fs/cgroup/unified"));
+        assert_eq!(v1, ["/sys/fs/cgroup/memory", "/sys/fs/cgroup/cpu", "/sys/fs/cgroup/pids"]);
+    }
+
+    #[test]
+    fn reads_fields() {
+        assert_eq!(field("oom 4\noom_kill 3\n", "oom_kill"), 3);
+        assert_eq!(field("oom 4\noom_kill 3\n", "oom"), 4);
+        assert_eq!(field("", "max"), -1);
+    }
+
+    #[test]
+    fn limits_never_round_to_nothing() {
+        assert_eq!(Limits::new(1, 0.0, 1).cpu_quota, 1000);
+        assert_eq!(Limits::new(1, 1.5, 1).cpu_quota, 150_000);
+    }
+}

@@ -1,0 +1,133 @@
+//! What PID 1 of a sandbox does between its birth and serving: mounts, pivot, privileges, seccomp.
+//!
+//! It starts on the launcher's private root (`launcher::root`), as root of a user namespace of its own with every
+//! capability there, and ends in the sandbox's root with the few that aether needs.
+
+pub mod root;
+pub mod seccomp;
+
+use crate::birth::{Birth, BirthReply, Sandbox, FD_CGROUP2, FD_LISTENER, FD_OOM_ADJ, FD_SPILL, FIXED_FDS, PREPARED};
+use crate::sys::{self, now_us, process, socket, At, Failure};
+use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
+
+/// The socket to the launcher.
+const CONTROL: RawFd = 3;
+const MAX_MESSAGE: usize = 128 * 1024;
+
+/// CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, NET_BIND_SERVICE, SYS_CHROOT: what aether keeps, and the most
+/// that commands can have.
+const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 10 | 1 << 18;
+
+/// Becomes a sandbox, or ends the process: with status 0 when the launcher has gone before it asked for one.
+pub fn enter() -> Sandbox {
+    let filter = seccomp::compile();
+    let upper = match prepare() {
+        Ok(Some(upper)) => upper,
+        Ok(None) => std::process::exit(0),
+        Err(failure) => refuse(failure),
+    };
+    let mut buffer = vec![0; MAX_MESSAGE];
+    let (length, fds) = match socket::receive(CONTROL, &mut buffer, 0) {
+        Ok((0, _)) | Err(_) => std::process::exit(0),
+        Ok(message) => message,
+    };
+    let mut clock = Clock { last: now_us(), us: Vec::new() };
+    match become_sandbox(&buffer[..length], fds, &upper, &filter, &mut clock) {
+        Ok(sandbox) => {
+            reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
+            let _ = unsafe { crate::sys!(SYS_close, CONTROL) };
+            sandbox
+        }
+        Err(failure) => refuse(failure),
+    }
+}
+
+fn refuse(failure: Failure) -> ! {
+    let Failure { stage, what, errno } = failure;
+    reply(&BirthReply { ready: false, stage: stage.into(), error: what, errno, us: Vec::new() });
+    std::process::exit(1);
+}
+
+fn reply(reply: &BirthReply) {
+    // Nobody is left to tell when this fails: the launcher is gone and will sweep us.
+    let _ = socket::send(CONTROL, &rmp_serde::to_vec_named(reply).unwrap_or_default(), &[]);
+}
+
+struct Clock {
+    last: u64,
+    us: Vec<(String, u64)>,
+}
+
+impl Clock {
+    fn stage(&mut self, name: &str) {
+        let now = now_us();
+        self.us.push((name.into(), now - self.last));
+        self.last = now;
+    }
+}
+
+/// Everything that does not depend on the sandbox. Returns the slot's upper directory; none when the launcher is gone.
+fn prepare() -> Result<Option<String>, Failure> {
+    let mut path = [0; 256];
+    let length = match socket::receive(CONTROL, &mut path, 0) {
+        Ok((length, _)) if length > 0 => length,
+        _ => return Ok(None),
+    };
+    let upper = String::from_utf8_lossy(&path[..length]).into_owned();
+    let stage = "privileges";
+    // A session and group of its own: a signal to "my group" must never reach the launcher's.
+    unsafe { crate::sys!(SYS_setsid) }.at(stage, || "setsid".into())?;
+    unsafe { crate::sys!(SYS_unshare, libc::CLONE_NEWCGROUP) }.at(stage, || "new cgroup namespace".into())?;
+    // The kernel itself then refuses user namespaces inside, whatever the filter lets pass.
+    let none = sys::write_file(libc::AT_FDCWD, c"/proc/sys/user/max_user_namespaces", b"0");
+    none.at(stage, || "write user.max_user_namespaces".into())?;
+    root::prepare(&upper)?;
+    process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
+    seccomp::forbid_new_privileges().at(stage, || "set no_new_privs".into())?;
+    Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(upper))
+}
+
+fn become_sandbox(
+    message: &[u8],
+    fds: Vec<OwnedFd>,
+    upper: &str,
+    filter: &seccomp::Compiled,
+    clock: &mut Clock,
+) -> Result<Sandbox, Failure> {
+    let birth: Birth =
+        rmp_serde::from_slice(message).map_err(|e| Failure::new("message", format!("decode birth: {e}"), libc::EPROTO))?;
+    let layers = birth.layers as usize;
+    if fds.len() != FIXED_FDS + layers + birth.cgroup_tasks as usize {
+        return Err(Failure::new("message", format!("{} descriptors came with the birth", fds.len()), libc::EPROTO));
+    }
+    clock.stage("decode");
+    root::attach_layers(&fds[FIXED_FDS..FIXED_FDS + layers])?;
+    clock.stage("layers");
+    root::mount_overlay(layers, upper)?;
+    clock.stage("overlay");
+    root::enter()?;
+    clock.stage("pivot");
+    drop_privileges(&birth.hostname, filter)?;
+    clock.stage("privileges");
+    let mut raw: Vec<RawFd> = Vec::with_capacity(fds.len());
+    for (index, fd) in fds.into_iter().enumerate() {
+        let is_layer = (FIXED_FDS..FIXED_FDS + layers).contains(&index);
+        raw.push(if is_layer { -1 } else { fd.into_raw_fd() });
+    }
+    Ok(Sandbox {
+        listener: raw[FD_LISTENER],
+        oom_adj: raw[FD_OOM_ADJ],
+        spill: raw[FD_SPILL],
+        cgroup2: if birth.has_cgroup2 { raw[FD_CGROUP2] } else { -1 },
+        cgroup_tasks: raw.split_off(FIXED_FDS + layers),
+        birth,
+    })
+}
+
+fn drop_privileges(hostname: &str, filter: &seccomp::Compiled) -> Result<(), Failure> {
+    let stage = "privileges";
+    unsafe { crate::sys!(SYS_sethostname, hostname.as_ptr(), hostname.len()) }
+        .at(stage, || format!("set the host name to {hostname:?}"))?;
+    process::set_capabilities(CAPABILITIES).at(stage, || "drop capabilities".into())?;
+    seccomp::install_main_filter(filter).at(stage, || "install the seccomp filter".into())
+}

@@ -1,0 +1,204 @@
+//! Slots from their making to the moment they are a sandbox.
+
+use super::newborn::Cradle;
+use super::poller::Token;
+use super::slot::{Begun, Slot};
+use super::wire::Reply;
+use super::{log, Entering, Launcher, Phase, Tenant, CREATE_DEADLINE_US};
+use crate::birth::{BirthReply, PREPARED};
+use crate::sys::{now_us, process, socket, At, Errno, Failure};
+use std::os::fd::AsRawFd;
+
+/// PID 1s that get themselves ready at the same time. One keeps the other processor busy; more only wait for each other.
+const MAX_PREPARING: usize = 3;
+
+impl Launcher {
+    pub fn wants_slot(&self) -> bool {
+        let wanted = self.pool_size + self.queue.len();
+        self.preparing < MAX_PREPARING && self.pool.len() + self.preparing < wanted && !self.refill_failed
+    }
+
+    /// Makes at most one slot: at once when a creation waits for it, else only when nothing else is to do.
+    pub fn refill(&mut self, idle: bool) {
+        let urgent = self.queue.len() > self.preparing;
+        if self.wants_slot() && (urgent || (idle && self.entering == 0)) {
+            self.begin_slot();
+        }
+    }
+
+    fn begin_slot(&mut self) {
+        let Some(number) = self.ids.take() else {
+            return self.slot_failed(Failure::new("slot", "all id ranges are taken", libc::EUSERS));
+        };
+        match Slot::begin(number, &self.tools, Cradle::new(), self.usual) {
+            Ok(Begun { slot, cradle }) => {
+                let watched = self.poller.add(slot.pidfd.as_raw_fd(), Token::End(number));
+                let control = slot.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+                let watched = watched.and_then(|()| self.poller.add(control, Token::Answer(number)));
+                self.preparing += 1;
+                self.deadlines.push_back((now_us() + CREATE_DEADLINE_US, number));
+                let phase = Phase::Preparing(cradle);
+                self.tenants.insert(number, Tenant { slot, phase, sandbox: None, child: true });
+                if let Err(failure) = watched.at("slot", || "watch PID 1".into()) {
+                    self.slot_failed(failure);
+                    self.dispose(number);
+                }
+            }
+            Err(failure) => {
+                self.remove_remains(number);
+                self.slot_failed(failure);
+            }
+        }
+    }
+
+    /// The first creation that waits gets the error; without one, nothing is tried until the next creation.
+    pub fn slot_failed(&mut self, failure: Failure) {
+        log(&failure);
+        match self.queue.pop_front() {
+            Some((request, _)) => self.control.send(&Reply::failed(request.id, &failure), None),
+            None => self.refill_failed = true,
+        }
+    }
+
+    /// PID 1 is prepared, has become a sandbox, or says why not.
+    pub fn pid1_answered(&mut self, number: u32) {
+        let Some(tenant) = self.tenants.get_mut(&number) else { return };
+        let Some(control) = &tenant.slot.control else { return };
+        let mut buffer = [0; 4096];
+        let answer = match socket::receive(control.as_raw_fd(), &mut buffer, libc::MSG_DONTWAIT) {
+            Err(Errno(libc::EAGAIN | libc::EINTR)) => return,
+            Ok((length, _)) if length > 0 => &buffer[..length],
+            _ => {
+                // It has closed its end: its death will say why.
+                self.poller.remove(control.as_raw_fd());
+                return;
+            }
+        };
+        if matches!(tenant.phase, Phase::Preparing(_)) && answer == PREPARED {
+            return self.slot_prepared(number);
+        }
+        let reply = rmp_serde::from_slice::<BirthReply>(answer).unwrap_or_else(|error| BirthReply {
+            ready: false,
+            stage: "birth".into(),
+            error: format!("PID 1 answered nonsense: {error}"),
+            errno: libc::EPROTO,
+            us: Vec::new(),
+        });
+        if reply.ready && matches!(tenant.phase, Phase::Entering(_)) {
+            return self.sandbox_ready(number, reply);
+        }
+        self.fail_birth(number, &reply.stage, reply.error, reply.errno);
+    }
+
+    fn slot_prepared(&mut self, number: u32) {
+        let Some(tenant) = self.tenants.get_mut(&number) else { return };
+        self.preparing -= 1;
+        tenant.phase = Phase::Pooled;
+        if let Err(failure) = tenant.slot.prepared(&self.tools) {
+            self.slot_failed(failure);
+            return self.dispose(number);
+        }
+        self.pool.push_back(number);
+        if let Some((request, received)) = self.queue.pop_front() {
+            self.create_in_slot(*request, received);
+        }
+    }
+
+    fn sandbox_ready(&mut self, number: u32, reply: BirthReply) {
+        let Some(tenant) = self.tenants.get_mut(&number) else { return };
+        let Phase::Entering(entering) = std::mem::replace(&mut tenant.phase, Phase::Live) else { return };
+        self.entering -= 1;
+        tenant.slot.control = None;
+        let now = now_us();
+        let Entering { request, received_us, sent_us } = entering;
+        let mut answer = Reply::ok(request);
+        answer.pid = Some(tenant.slot.pid);
+        answer.start = Some(tenant.slot.start);
+        let mut us: std::collections::BTreeMap<String, u64> = reply.us.into_iter().collect();
+        us.insert("launcher".into(), sent_us - received_us);
+        us.insert("enter".into(), now - sent_us);
+        us.insert("total".into(), now - received_us);
+        answer.create_us = Some(us);
+        let copy = tenant.slot.pidfd.try_clone().ok();
+        self.control.send(&answer, copy);
+    }
+
+    /// Ends a slot that could not be made or could not become a sandbox, and answers whoever waited.
+    pub fn fail_birth(&mut self, number: u32, stage: &str, error: String, errno: i32) {
+        let Some(tenant) = self.tenants.get_mut(&number) else { return };
+        match &tenant.phase {
+            Phase::Preparing(_) => {
+                let failure = Failure::new("slot", format!("PID 1 could not prepare: {stage}: {error}"), errno);
+                self.slot_failed(failure);
+            }
+            Phase::Entering(entering) => {
+                let mut reply = Reply::failed(entering.request, &Failure::new("birth", error, errno));
+                reply.stage = Some(stage.into());
+                self.control.send(&reply, None);
+            }
+            _ => {}
+        }
+        self.dispose(number);
+    }
+
+    /// A deadline has come; it may be that of an earlier phase.
+    pub fn expire(&mut self, number: u32, when: u64) {
+        let Some(tenant) = self.tenants.get(&number) else { return };
+        match &tenant.phase {
+            Phase::Preparing(_) => {}
+            Phase::Entering(entering) if entering.received_us + CREATE_DEADLINE_US <= when => {}
+            _ => return,
+        }
+        self.fail_birth(number, "birth", "PID 1 was not ready in 30 s; the machine is overloaded".into(), libc::ETIMEDOUT);
+    }
+
+    /// PID 1 is dead: of itself, or because it is being removed.
+    pub fn pid1_ended(&mut self, number: u32) {
+        let Some(tenant) = self.tenants.get_mut(&number) else { return };
+        let status = if tenant.child {
+            match process::reap(&tenant.slot.pidfd) {
+                Ok(Some(status)) => status,
+                Ok(None) => return,
+                Err(_) => -1,
+            }
+        } else {
+            -1
+        };
+        self.poller.remove(tenant.slot.pidfd.as_raw_fd());
+        match &mut tenant.phase {
+            Phase::Dying(dying) => {
+                dying.reaped = true;
+                self.tear_down(number);
+            }
+            Phase::Live => {
+                tenant.phase = Phase::Ended;
+                let event = Reply {
+                    event: Some("died"),
+                    sandbox: tenant.sandbox.as_ref().map(|(name, _)| name.clone()),
+                    status: Some(status),
+                    oom_kills: Some(self.tools.cgroups.oom_kills(number)),
+                    ..Reply::default()
+                };
+                self.control.send(&event, None);
+            }
+            Phase::Ended => {}
+            Phase::Preparing(_) | Phase::Pooled | Phase::Entering(_) => {
+                let text = format!("PID 1 ended with wait status {status:#x}");
+                self.died_early(number, text);
+            }
+        }
+    }
+
+    /// Its last words, if there are any, say more than its status.
+    fn died_early(&mut self, number: u32, text: String) {
+        self.pid1_answered(number);
+        let unanswered = self.tenants.get(&number).is_some_and(|t| !matches!(t.phase, Phase::Dying(_)));
+        if unanswered {
+            self.fail_birth(number, "birth", text, libc::ECHILD);
+        }
+        if let Some(Tenant { phase: Phase::Dying(dying), .. }) = self.tenants.get_mut(&number) {
+            dying.reaped = true;
+            self.tear_down(number);
+        }
+    }
+}

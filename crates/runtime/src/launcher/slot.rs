@@ -1,0 +1,167 @@
+//! A slot: everything of a sandbox that does not depend on which sandbox it will be, made ahead.
+
+use super::ids::root_of;
+use super::newborn::{self, Cradle, Newborn};
+use super::uppers::{Upper, Uppers};
+use crate::birth::{Birth, FIXED_FDS};
+use crate::cgroup::{Cgroups, Group, Limits};
+use crate::sys::{self, c, mount, process, socket, At, Failure};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+/// What the launcher itself brings to every slot.
+pub struct Tools {
+    pub cgroups: Cgroups,
+    pub uppers: Uppers,
+    /// The guarded copy of this binary.
+    pub program: OwnedFd,
+    pub null: OwnedFd,
+    /// Directory of the sockets, also the working directory.
+    pub sockets: OwnedFd,
+}
+
+/// What has been promised to a slot, so that it is not written again.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Promise {
+    pub limits: Limits,
+    pub disk: u64,
+}
+
+/// Descriptors that go to PID 1, or are needed only until it is born.
+struct Kit {
+    userns: OwnedFd,
+    listener: OwnedFd,
+    oom_adj: OwnedFd,
+    commands: Option<OwnedFd>,
+    tasks: Vec<OwnedFd>,
+}
+
+pub struct Slot {
+    pub number: u32,
+    pub pid: i32,
+    pub start: u64,
+    pub pidfd: OwnedFd,
+    pub upper: Upper,
+    /// Socket to PID 1 until it has become a sandbox. Its closing ends a PID 1 that waits.
+    pub control: Option<OwnedFd>,
+    /// File name of the listening socket; says slot, pid and start time to a later launcher.
+    pub socket: String,
+    promise: Option<Promise>,
+    kit: Option<Kit>,
+}
+
+/// A slot whose PID 1 gets itself ready; it answers on `slot.control`.
+pub struct Begun {
+    pub slot: Slot,
+    /// Memory that PID 1 runs on until that answer.
+    pub cradle: Cradle,
+}
+
+/// Names in the sockets' directory that belong to slots, not sandboxes.
+pub const SOCKET_PREFIX: &str = ".s";
+
+/// Slot, pid and start time out of a socket's name.
+pub fn parse_socket_name(name: &str) -> Option<(u32, i32, u64)> {
+    let mut fields = name.strip_prefix(SOCKET_PREFIX)?.split('.');
+    let parsed = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    fields.next().is_none().then_some(parsed)
+}
+
+fn equip(number: u32, born: &Newborn, group: Group) -> Result<(u64, String, Kit), Failure> {
+    let open = |file: &str, flags: i32| {
+        let path = c(format!("/proc/{}/{file}", born.pid));
+        sys::openat(libc::AT_FDCWD, &path, flags, 0).at("clone", || format!("open {file} of PID 1"))
+    };
+    let start = process::start_time(born.pid).at("clone", || "read the start time of PID 1".into())?;
+    let name = format!("{SOCKET_PREFIX}{number}.{}.{start}", born.pid);
+    let kit = Kit {
+        userns: open("ns/user", libc::O_RDONLY)?,
+        listener: socket::listen(&name).at("socket", || format!("bind {name}"))?,
+        oom_adj: open("oom_score_adj", libc::O_WRONLY)?,
+        commands: group.commands,
+        tasks: group.tasks,
+    };
+    Ok((start, name, kit))
+}
+
+impl Slot {
+    /// Makes groups and upper, clones PID 1, sends it the first message. Takes half a millisecond; PID 1 then needs about
+    /// one more of its own. On failure what was made lies under the slot's number, for the launcher to remove.
+    pub fn begin(number: u32, tools: &Tools, mut cradle: Cradle, promise: Option<Promise>) -> Result<Begun, Failure> {
+        let root = root_of(number);
+        let group = tools.cgroups.make(number, root)?;
+        let upper = tools.uppers.make(number, root)?;
+        let (ours, theirs) = socket::pair().at("clone", || "socketpair".into())?;
+        let born = newborn::clone(&mut cradle, &theirs, &tools.program, &tools.null, group.birth.as_ref(), root)?;
+        let equipped = equip(number, &born, group).and_then(|(start, name, kit)| {
+            let first = Uppers::path(number);
+            socket::send(ours.as_raw_fd(), first.as_bytes(), &[]).at("clone", || "send to PID 1".into())?;
+            Ok((start, name, kit))
+        });
+        let (start, name, kit) = equipped.inspect_err(|_| born.abandon())?;
+        let (pid, pidfd) = (born.pid, born.pidfd);
+        let mut slot =
+            Slot { number, pid, start, pidfd, upper, control: Some(ours), socket: name, promise: None, kit: Some(kit) };
+        if let Some(promise) = promise {
+            // Only a guess: what cannot be written now is written, or reported, when it is asked for.
+            let _ = slot.promise(tools, promise);
+        }
+        Ok(Begun { slot, cradle })
+    }
+
+    /// A slot that an earlier launcher made into a sandbox.
+    pub fn adopted(number: u32, pid: i32, start: u64, pidfd: OwnedFd, upper: Upper, socket: String) -> Self {
+        Slot { number, pid, start, pidfd, upper, control: None, socket, promise: None, kit: None }
+    }
+
+    /// PID 1 has answered that it is ready to be told who it is.
+    pub fn prepared(&self, tools: &Tools) -> Result<(), Failure> {
+        tools.cgroups.settle_newborn(self.number, self.pid)
+    }
+
+    /// Writes limits, unless they are what was written ahead.
+    fn promise(&mut self, tools: &Tools, promise: Promise) -> Result<(), Failure> {
+        let before = self.promise.take();
+        if before.is_none_or(|p| p.limits != promise.limits) {
+            tools.cgroups.set_limits(self.number, &promise.limits)?;
+        }
+        if before.is_none_or(|p| p.disk != promise.disk) {
+            tools.uppers.limit(self.number, promise.disk)?;
+        }
+        self.promise = Some(promise);
+        Ok(())
+    }
+
+    /// Tells PID 1 which sandbox it is. It answers on `control`.
+    pub fn bear(&mut self, tools: &Tools, layers: &[&OwnedFd], promise: Promise, birth: Birth) -> Result<(), Failure> {
+        self.promise(tools, promise)?;
+        let kit = self.kit.take().ok_or_else(|| Failure::new("birth", "slot used twice", libc::EALREADY))?;
+        let mut mapped: Vec<OwnedFd> = Vec::with_capacity(layers.len());
+        for layer in layers {
+            let tree = mount::clone_tree(layer.as_raw_fd(), c"").at("layers", || "clone a layer's mount".into())?;
+            mount::id_map(&tree, &kit.userns).at("layers", || "id-map a layer".into())?;
+            mapped.push(tree);
+        }
+        let spill = tools.uppers.open_spill()?;
+        let commands = kit.commands.as_ref().unwrap_or(&tools.null);
+        let mut fds: Vec<RawFd> = Vec::with_capacity(FIXED_FDS + mapped.len() + kit.tasks.len());
+        fds.extend([kit.listener.as_raw_fd(), kit.oom_adj.as_raw_fd(), spill.as_raw_fd(), commands.as_raw_fd()]);
+        fds.extend(mapped.iter().chain(&kit.tasks).map(AsRawFd::as_raw_fd));
+        let birth = Birth { cgroup_tasks: kit.tasks.len() as u32, has_cgroup2: kit.commands.is_some(), ..birth };
+        let message = rmp_serde::to_vec_named(&birth).unwrap_or_default();
+        let control = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        socket::send(control, &message, &fds).at("birth", || "send to PID 1".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn socket_names_say_who() {
+        assert_eq!(parse_socket_name(".s12.345.6789"), Some((12, 345, 6789)));
+        for wrong in ["s12.345.6789", ".s12.345", ".s12.345.6.7", "sb-edge-0.sock", ".s.1.2"] {
+            assert_eq!(parse_socket_name(wrong), None, "{wrong}");
+        }
+    }
+}

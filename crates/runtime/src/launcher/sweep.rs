@@ -1,0 +1,159 @@
+//! Sandboxes of earlier launchers: taken over while they live, removed when nobody claims them.
+//!
+//! The directory of sockets is the record. `.s<slot>.<pid>.<start>` is the listening socket of a slot, and says which
+//! process serves it; `<sandbox>.sock` is a symbolic link to it, made before PID 1 is told who it is.
+
+use super::poller::Token;
+use super::slot::{parse_socket_name, Slot};
+use super::wire::{Reply, Request};
+use super::{Launcher, Phase, Tenant};
+use crate::sys::{self, c, now_us, process, Failure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// A sweep that waits for the end of sandboxes of this launcher.
+pub struct Sweep {
+    request: i64,
+    removed: BTreeMap<&'static str, u64>,
+    waiting: BTreeSet<u32>,
+}
+
+/// Longest wait for what was killed to be gone.
+const PATIENCE_US: u64 = 10_000_000;
+const SUFFIX: &str = ".sock";
+
+impl Launcher {
+    /// At the start: claims the numbers of all that earlier launchers left, and takes over the sandboxes that live.
+    pub fn adopt(&mut self) {
+        for number in self.leftover_slots() {
+            self.ids.reserve(number);
+        }
+        for link in self.socket_names().iter().filter(|name| name.ends_with(SUFFIX)) {
+            let Some(target) = self.read_link(link) else { continue };
+            let Some((number, pid, start)) = parse_socket_name(&target) else { continue };
+            let Some(pidfd) = open_process(pid, start) else { continue };
+            let Ok(upper) = self.tools.uppers.find(number) else { continue };
+            if self.poller.add(pidfd.as_raw_fd(), Token::End(number)).is_err() {
+                continue;
+            }
+            let name = link.trim_end_matches(SUFFIX).to_string();
+            let slot = Slot::adopted(number, pid, start, pidfd, upper, target);
+            self.names.insert(name.clone(), number);
+            let sandbox = Some((name, link.clone()));
+            self.tenants.insert(number, Tenant { slot, phase: Phase::Live, sandbox, child: false });
+        }
+    }
+
+    /// Removes all that is not in `keep`: what earlier launchers left, at once; what is this launcher's, in its own time.
+    pub fn sweep(&mut self, request: &Request) -> Result<Option<Reply>, Failure> {
+        let keep: BTreeSet<&str> = request.keep.iter().map(String::as_str).collect();
+        let mut sweep = Sweep { request: request.id, removed: BTreeMap::new(), waiting: BTreeSet::new() };
+        let unwanted = self.names.iter().filter(|(name, _)| !keep.contains(name.as_str()));
+        let unwanted: Vec<u32> = unwanted.map(|(_, number)| *number).collect();
+        for number in unwanted {
+            self.dispose(number);
+            sweep.count("sandboxes", 1);
+            if self.tenants.contains_key(&number) {
+                sweep.waiting.insert(number);
+            }
+        }
+        self.sweep_processes(&mut sweep);
+        for number in self.leftover_slots() {
+            self.sweep_slot(number, &mut sweep)?;
+        }
+        if sweep.waiting.is_empty() {
+            return Ok(Some(Reply { removed: Some(sweep.removed), ..Reply::ok(request.id) }));
+        }
+        self.sweeps.push(sweep);
+        Ok(None)
+    }
+
+    /// A slot of this launcher is gone: is a sweep done by that?
+    pub fn check_sweeps(&mut self, number: u32) {
+        let control = &mut self.control;
+        self.sweeps.retain_mut(|sweep| {
+            sweep.waiting.remove(&number);
+            if sweep.waiting.is_empty() {
+                let removed = Some(std::mem::take(&mut sweep.removed));
+                control.send(&Reply { removed, ..Reply::ok(sweep.request) }, None);
+            }
+            !sweep.waiting.is_empty()
+        });
+    }
+
+    /// Slots with groups, an upper or a socket, but no tenant.
+    fn leftover_slots(&self) -> BTreeSet<u32> {
+        let mut slots: BTreeSet<u32> = self.tools.cgroups.slots().into_iter().collect();
+        slots.extend(self.tools.uppers.slots());
+        slots.extend(self.socket_names().iter().filter_map(|name| parse_socket_name(name)).map(|(slot, _, _)| slot));
+        slots.retain(|slot| !self.tenants.contains_key(slot));
+        slots
+    }
+
+    /// Kills the PID 1s that nobody has, and removes their sockets and the links to nothing.
+    fn sweep_processes(&mut self, sweep: &mut Sweep) {
+        let sockets = self.tools.sockets.as_raw_fd();
+        for name in self.socket_names() {
+            let target = if name.ends_with(SUFFIX) { self.read_link(&name) } else { Some(name.clone()) };
+            let named = target.as_deref().and_then(parse_socket_name);
+            let Some((number, pid, start)) = named else { continue };
+            if self.tenants.contains_key(&number) {
+                continue;
+            }
+            if let Some(pidfd) = open_process(pid, start) {
+                let _ = process::send_signal(&pidfd, libc::SIGKILL);
+                process::wait_for_end(&pidfd, PATIENCE_US);
+                sweep.count("processes", 1);
+            }
+            let _ = sys::unlinkat(sockets, &c(name), 0);
+            sweep.count("sockets", 1);
+        }
+    }
+
+    /// Kills what is in a slot's groups and removes groups and upper.
+    fn sweep_slot(&mut self, number: u32, sweep: &mut Sweep) -> Result<(), Failure> {
+        sweep.count("uppers", u64::from(self.tools.uppers.find(number).is_ok()));
+        let deadline = now_us() + PATIENCE_US;
+        loop {
+            let killed = self.tools.cgroups.kill_all(number);
+            if self.tools.cgroups.remove(number)? {
+                break;
+            }
+            if now_us() > deadline {
+                let text = format!("groups of slot {number} are still busy ({killed} processes killed)");
+                return Err(Failure::new("sweep", text, libc::EBUSY));
+            }
+            self.poller.pause_ms(1);
+        }
+        sweep.count("groups", 1);
+        self.tools.uppers.remove(number)?;
+        self.ids.give_back(number);
+        Ok(())
+    }
+
+    fn socket_names(&self) -> Vec<String> {
+        let names = sys::list(self.tools.sockets.as_raw_fd()).unwrap_or_default();
+        names.into_iter().filter_map(|(name, _): (CString, u8)| name.into_string().ok()).collect()
+    }
+
+    fn read_link(&self, name: &str) -> Option<String> {
+        let mut buffer = [0u8; 256];
+        let (fd, path) = (self.tools.sockets.as_raw_fd(), c(name));
+        let n = unsafe { crate::sys!(SYS_readlinkat, fd, path.as_ptr(), buffer.as_mut_ptr(), buffer.len()) }.ok()?;
+        String::from_utf8(buffer[..n].to_vec()).ok()
+    }
+}
+
+impl Sweep {
+    fn count(&mut self, kind: &'static str, number: u64) {
+        *self.removed.entry(kind).or_default() += number;
+    }
+}
+
+/// A pidfd of the process, if it still is the one that started then.
+fn open_process(pid: i32, start: u64) -> Option<OwnedFd> {
+    let pidfd = process::pidfd_open(pid).ok()?;
+    // Read after the pidfd is there: if it is the right one now, the pidfd is of the right one.
+    (process::start_time(pid).ok()? == start).then_some(pidfd)
+}

@@ -1,0 +1,286 @@
+//! Uppers: what sandboxes write. One filesystem of the node that DSec owns, mounted for nobody else to see.
+//!
+//! btrfs in an image file: a subvolume per sandbox, made and destroyed in a tenth of a millisecond, with a hard limit.
+//! Plain directories where that is not to be had: no hard limit, usage by walking (the edge watches).
+
+use crate::sys::{self, btrfs, c, loopdev, mount, At, Errno, Failure};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::Command;
+
+const STAGE: &str = "upper";
+/// Nothing here outlives the machine's next start, so nothing is flushed for its sake.
+const OPTIONS: [(&std::ffi::CStr, Option<&std::ffi::CStr>); 5] = [
+    (c"nobarrier", None),
+    (c"nodatasum", None),
+    (c"discard", Some(c"async")),
+    (c"commit", Some(c"120")),
+    (c"space_cache", Some(c"v2")),
+];
+
+pub enum Uppers {
+    Btrfs { root: OwnedFd, groups: Option<OwnedFd>, quota: &'static str },
+    Directory { root: OwnedFd },
+}
+
+/// A filesystem that is ready to be attached at `/u`.
+pub struct Prepared {
+    pub mount: OwnedFd,
+    groups: Option<OwnedFd>,
+    btrfs: bool,
+}
+
+/// What `--uppers` says: `btrfs:IMAGE:SIZE` or `dir:DIRECTORY`. In the host's mount namespace: loop devices keep the mount
+/// of their file.
+pub fn attach_device(option: &str) -> Result<Device, Failure> {
+    let usage = || Failure::new(STAGE, format!("--uppers must be btrfs:IMAGE:SIZE or dir:DIRECTORY, not {option:?}"), libc::EINVAL);
+    match option.split_once(':').ok_or_else(usage)? {
+        ("dir", path) => {
+            std::fs::create_dir_all(path).map_err(Errno::from).at(STAGE, || format!("create {path}"))?;
+            Ok(Device::Directory(path.into()))
+        }
+        ("btrfs", rest) => {
+            let (path, size) = rest.rsplit_once(':').ok_or_else(usage)?;
+            let size: u64 = size.parse().map_err(|_| usage())?;
+            let image = open_image(path, size)?;
+            let (device, name) = loopdev::attach(&image, path).at(STAGE, || format!("attach {path} to a loop device"))?;
+            Ok(Device::Loop { image: path.into(), device, name })
+        }
+        _ => Err(usage()),
+    }
+}
+
+pub enum Device {
+    Directory(String),
+    Loop { image: String, device: OwnedFd, name: String },
+}
+
+fn open_image(path: &str, size: u64) -> Result<std::fs::File, Failure> {
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let image = options.open(path).map_err(Errno::from).at(STAGE, || format!("open {path}"))?;
+    let length = image.metadata().map_err(Errno::from).at(STAGE, || format!("stat {path}"))?.len();
+    if length == 0 {
+        image.set_len(size).map_err(Errno::from).at(STAGE, || format!("extend {path} to {size} bytes"))?;
+        make_filesystem(path)?;
+    }
+    Ok(image)
+}
+
+fn make_filesystem(path: &str) -> Result<(), Failure> {
+    // Single copies: nothing here is worth a second one.
+    let made = Command::new("mkfs.btrfs").args(["-q", "-f", "-m", "single", "-d", "single", "-n", "16k", path]).output();
+    let output = match made {
+        Ok(output) => output,
+        Err(error) => {
+            let _ = std::fs::remove_file(path);
+            let text = format!("run mkfs.btrfs: {error}; install it with: apt-get install btrfs-progs");
+            return Err(Failure::new(STAGE, text, error.raw_os_error().unwrap_or(libc::EIO)));
+        }
+    };
+    if !output.status.success() {
+        let _ = std::fs::remove_file(path);
+        let text = format!("mkfs.btrfs {path}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        return Err(Failure::new(STAGE, text, libc::EIO));
+    }
+    Ok(())
+}
+
+/// Mounts the filesystem, detached.
+pub fn prepare(device: &Device) -> Result<Prepared, Failure> {
+    let flags = mount::ATTR_NODEV | mount::ATTR_NOSUID | mount::ATTR_NOATIME;
+    match device {
+        Device::Directory(path) => {
+            let tree = mount::clone_tree(libc::AT_FDCWD, &c(path.as_str())).at(STAGE, || format!("open {path}"))?;
+            mount::add_flags(&tree, flags).at(STAGE, || format!("set mount flags of {path}"))?;
+            Ok(Prepared { mount: tree, groups: None, btrfs: false })
+        }
+        Device::Loop { image, name, .. } => {
+            let mut options = vec![(c"source", Some(c(name.as_str())))];
+            options.extend(OPTIONS.iter().map(|(key, value)| (*key, value.map(|v| v.to_owned()))));
+            let options: Vec<_> = options.iter().map(|(key, value)| (*key, value.as_deref())).collect();
+            let made = mount::new_filesystem(c"btrfs", &options, flags);
+            let text = || format!("mount btrfs of {image} ({name}); if it is damaged, remove the file");
+            Ok(Prepared { mount: made.at(STAGE, text)?, groups: quota_groups(name), btrfs: true })
+        }
+    }
+}
+
+/// Where the kernel shows the quota groups of the filesystem on a device: `/sys/fs/btrfs/<id>/qgroups` comes with quotas.
+fn quota_groups(device: &str) -> Option<OwnedFd> {
+    let name = device.strip_prefix("/dev/")?;
+    let filesystems = std::fs::read_dir("/sys/fs/btrfs").ok()?;
+    let ours = filesystems.flatten().find(|fs| fs.path().join("devices").join(name).exists())?;
+    sys::openat(libc::AT_FDCWD, &c(ours.path().to_string_lossy().into_owned()), libc::O_RDONLY | libc::O_DIRECTORY, 0).ok()
+}
+
+/// What is known of one upper.
+#[derive(Debug, Clone, Copy)]
+pub struct Upper {
+    /// Number of the subvolume; 0 for a directory.
+    pub id: u64,
+}
+
+fn name(slot: u32) -> String {
+    format!("s{slot}")
+}
+
+impl Uppers {
+    /// After the filesystem has been attached at `/u`.
+    pub fn open(prepared: Prepared) -> Result<Self, Failure> {
+        let root = sys::openat(libc::AT_FDCWD, c"/u", libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, || "open /u".into())?;
+        sys::fchmod(&root, 0o711).at(STAGE, || "chmod /u".into())?;
+        match sys::mkdirat(root.as_raw_fd(), c"spill", 0o1733) {
+            Err(Errno(libc::EEXIST)) => Ok(()),
+            other => other,
+        }
+        .and_then(|()| unsafe { crate::sys!(SYS_fchmodat, root.as_raw_fd(), c"spill".as_ptr(), 0o1733) })
+        .at(STAGE, || "create the spill directory".into())?;
+        if !prepared.btrfs {
+            return Ok(Uppers::Directory { root });
+        }
+        let quota = btrfs::enable_quota(&root).at(STAGE, || "enable quotas of the uppers".into())?;
+        Ok(Uppers::Btrfs { root, groups: prepared.groups, quota })
+    }
+
+    fn root(&self) -> &OwnedFd {
+        match self {
+            Uppers::Btrfs { root, .. } | Uppers::Directory { root } => root,
+        }
+    }
+
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Uppers::Btrfs { .. } => "btrfs",
+            Uppers::Directory { .. } => "dir",
+        }
+    }
+
+    pub fn quota(&self) -> &'static str {
+        match self {
+            Uppers::Btrfs { quota, .. } => quota,
+            Uppers::Directory { .. } => "none",
+        }
+    }
+
+    /// Path of a slot's upper in the private root.
+    pub fn path(slot: u32) -> String {
+        format!("/u/{}", name(slot))
+    }
+
+    pub fn make(&self, slot: u32, owner: u32) -> Result<Upper, Failure> {
+        let name = name(slot);
+        let at = || format!("create upper {name}");
+        let root = self.root().as_raw_fd();
+        match self {
+            Uppers::Btrfs { root, .. } => btrfs::create_subvolume(root, &name).at(STAGE, at)?,
+            Uppers::Directory { .. } => sys::mkdirat(root, &c(name.as_str()), 0o711).at(STAGE, at)?,
+        }
+        let own = sys::openat(root, &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
+        for (directory, mode) in [(c"u", 0o755), (c"w", 0o700), (c"s", 0o1777)] {
+            sys::mkdirat(own.as_raw_fd(), directory, mode).at(STAGE, at)?;
+            if mode == 0o1777 {
+                unsafe { crate::sys!(SYS_fchmodat, own.as_raw_fd(), directory.as_ptr(), mode) }.at(STAGE, at)?;
+            }
+            sys::fchownat(own.as_raw_fd(), directory, owner, owner).at(STAGE, at)?;
+        }
+        let id = match self {
+            Uppers::Btrfs { .. } => btrfs::subvolume_id(&own).at(STAGE, at)?,
+            Uppers::Directory { .. } => 0,
+        };
+        Ok(Upper { id })
+    }
+
+    /// An upper that is there already.
+    pub fn find(&self, slot: u32) -> Result<Upper, Failure> {
+        let name = name(slot);
+        let at = || format!("open upper {name}");
+        let root = self.root().as_raw_fd();
+        let own = sys::openat(root, &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
+        let id = match self {
+            Uppers::Btrfs { .. } => btrfs::subvolume_id(&own).at(STAGE, at)?,
+            Uppers::Directory { .. } => 0,
+        };
+        Ok(Upper { id })
+    }
+
+    pub fn limit(&self, slot: u32, bytes: u64) -> Result<(), Failure> {
+        let Uppers::Btrfs { root, .. } = self else { return Ok(()) };
+        let name = name(slot);
+        let at = || format!("limit {name} to {bytes} bytes");
+        let own = sys::openat(root.as_raw_fd(), &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
+        btrfs::limit(&own, bytes).at(STAGE, at)
+    }
+
+    /// Bytes that count against the limit, -1 where that is not known without walking.
+    pub fn usage(&self, upper: Upper) -> i64 {
+        let Uppers::Btrfs { groups: Some(groups), .. } = self else { return -1 };
+        let path = c(format!("qgroups/0_{}/referenced", upper.id));
+        sys::read_file(groups.as_raw_fd(), &path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
+    }
+
+    /// The directory that holds what the sandbox wrote.
+    pub fn open_upper(&self, slot: u32) -> Result<OwnedFd, Failure> {
+        let path = c(format!("{}/u", name(slot)));
+        sys::openat(self.root().as_raw_fd(), &path, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW, 0)
+            .at(STAGE, || format!("open upper of slot {slot}"))
+    }
+
+    pub fn open_spill(&self) -> Result<OwnedFd, Failure> {
+        sys::openat(self.root().as_raw_fd(), c"spill", libc::O_RDONLY | libc::O_DIRECTORY, 0)
+            .at(STAGE, || "open the spill directory".into())
+    }
+
+    /// Removes an upper; one that is not there is no error.
+    pub fn remove(&self, slot: u32) -> Result<(), Failure> {
+        let name = name(slot);
+        let removed = match self {
+            Uppers::Btrfs { root, .. } => btrfs::destroy_subvolume(root, &name),
+            Uppers::Directory { root } => remove_tree(root.as_raw_fd(), &c(name.as_str()), 0),
+        };
+        match removed {
+            Err(Errno(libc::ENOENT)) => Ok(()),
+            other => other.at(STAGE, || format!("remove upper {name}")),
+        }
+    }
+
+    /// Slots that have an upper.
+    pub fn slots(&self) -> Vec<u32> {
+        let names = sys::list(self.root().as_raw_fd()).unwrap_or_default();
+        names.iter().filter_map(|(name, _)| name.to_str().ok()?.strip_prefix('s')?.parse().ok()).collect()
+    }
+
+    /// Bytes in all and free.
+    pub fn space(&self) -> (u64, u64) {
+        let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+        match unsafe { crate::sys!(SYS_fstatfs, self.root().as_raw_fd(), &raw mut stat) } {
+            Ok(_) => (stat.f_blocks * stat.f_bsize as u64, stat.f_bavail * stat.f_bsize as u64),
+            Err(_) => (0, 0),
+        }
+    }
+}
+
+/// Deeper than this a tree is not one that a sandbox can have made by paths; it still can by relative steps, and then the
+/// rest is left and reported.
+const MAX_DEPTH: usize = 2000;
+
+/// Removes a tree that a sandbox has written: never follows a link, never leaves the filesystem's names.
+fn remove_tree(parent: i32, name: &std::ffi::CStr, depth: usize) -> sys::Result<()> {
+    match sys::unlinkat(parent, name, libc::AT_REMOVEDIR) {
+        Err(Errno(libc::ENOTEMPTY)) => {}
+        Err(Errno(libc::ENOTDIR)) => return sys::unlinkat(parent, name, 0),
+        other => return other,
+    }
+    if depth > MAX_DEPTH {
+        return Err(Errno(libc::ELOOP));
+    }
+    let directory = sys::openat(parent, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW, 0)?;
+    for (entry, kind) in sys::list(directory.as_raw_fd())? {
+        if kind == libc::DT_DIR || kind == libc::DT_UNKNOWN {
+            remove_tree(directory.as_raw_fd(), &entry, depth + 1)?;
+        } else {
+            sys::unlinkat(directory.as_raw_fd(), &entry, 0)?;
+        }
+    }
+    sys::unlinkat(parent, name, libc::AT_REMOVEDIR)
+}
