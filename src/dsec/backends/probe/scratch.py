@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from dsec.backends.probe import syscalls
 from dsec.backends.probe.model import Finding
 
@@ -34,10 +36,9 @@ def in_child(work: Callable[[], Finding]) -> Finding:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if text is None:
         return Finding(False, f"no answer within {_CHILD_DEADLINE_S:.0f} s")
-    mark, _, detail = text.partition(" ")
-    if mark not in ("ok", "no"):
+    if not text:
         return Finding(False, f"the probe's process ended with {status}")
-    return Finding(mark == "ok", detail)
+    return msgspec.json.decode(text, type=Finding)
 
 
 def _report(work: Callable[[], Finding], writer: int) -> None:
@@ -47,11 +48,11 @@ def _report(work: Callable[[], Finding], writer: int) -> None:
         finding = Finding(False, error.strerror or str(error))
     except Exception as error:  # noqa: BLE001 - the outermost frame of this process: nothing may run on as a second parent
         finding = Finding(False, f"the probe is wrong: {type(error).__name__}: {error}")
-    os.write(writer, f"{'ok' if finding.ok else 'no'} {finding.detail}".encode())
+    os.write(writer, msgspec.json.encode(finding))
     os._exit(0)
 
 
-def _read_until_end(reader: int) -> str | None:
+def _read_until_end(reader: int) -> bytes | None:
     """What was written until the last writer closed; None when that takes too long."""
     parts: list[bytes] = []
     deadline = time.monotonic() + _CHILD_DEADLINE_S
@@ -61,7 +62,7 @@ def _read_until_end(reader: int) -> str | None:
             return None
         part = os.read(reader, 4096)
         if not part:
-            return b"".join(parts).decode(errors="replace")
+            return b"".join(parts)
         parts.append(part)
 
 
