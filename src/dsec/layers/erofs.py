@@ -6,6 +6,7 @@ data blob (contents of regular files) that may stay far away. erofs-utils 1.5 do
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -36,7 +37,10 @@ class Superblock(msgspec.Struct, frozen=True):
 
 
 def make_image(tree: Path, meta: Path, data: Path, *, owner: tuple[int, int] | None = None) -> None:
-    """Write the image of `tree` to the two new files. owner overrides every file's uid and gid."""
+    """Write the image of `tree` to the two new files. owner overrides every file's uid and gid.
+
+    OSError ENOSPC when the disk is full; Fault UNSUPPORTED without mkfs.erofs, CREATE_FAILED with its words.
+    """
     command = ["mkfs.erofs", "--quiet", "-d1", f"-U{_UUID}", f"--chunksize={CHUNK}", f"--blobdev={data}"]
     if owner is not None:
         command += [f"--force-uid={owner[0]}", f"--force-gid={owner[1]}"]
@@ -57,13 +61,9 @@ def make_image(tree: Path, meta: Path, data: Path, *, owner: tuple[int, int] | N
     if run.returncode != 0:
         message = (run.stderr or run.stdout).strip().splitlines()
         text = "; ".join(message[-3:]) or f"exit code {run.returncode}"
-        full = "No space left" in text or "ENOSPC" in text
-        raise Fault(
-            ErrorKind.NO_SPACE if full else ErrorKind.CREATE_FAILED,
-            f"mkfs.erofs could not make an image of {tree}: {text}",
-            hint="free space where the store lies, or move the store (DSEC_STORE)" if full else "",
-            stage="image",
-        )
+        if "No space left" in text or "[Error 28]" in text:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(meta))
+        raise Fault(ErrorKind.CREATE_FAILED, f"mkfs.erofs could not make an image of {tree}: {text}", stage="image")
 
 
 def read_superblock(meta: Path) -> Superblock | None:

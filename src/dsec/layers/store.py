@@ -123,7 +123,7 @@ class LayerStore:
         """A private directory on the store's filesystem to build in; removed at the end, or by `gc` after a crash."""
         self._make_directories()
         directory = self._tmp / os.urandom(8).hex()
-        with self._locked():  # so that gc never sees the directory without its lock
+        with self._no_space_is_a_fault(), self._locked():  # locked: gc never sees the directory without its own lock
             directory.mkdir(mode=0o700)
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -191,7 +191,7 @@ class LayerStore:
             raise Fault(ErrorKind.INVALID, f"{name!r} is a digest, not a name", hint="write NAME or NAME@VERSION")
         version = target.version or LATEST
         self._make_directories()
-        with self._locked(), self._no_space_is_a_fault():
+        with self._no_space_is_a_fault(), self._locked():
             manifest = self.resolve(ref)
             self._write_tag(target.name, version, manifest.digest)
         return msgspec.structs.replace(manifest.ref(), name=target.name, version=version)

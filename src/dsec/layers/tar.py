@@ -88,7 +88,7 @@ class TarReader:
         for _ in range(_MAX_EXTENDED_RUN):
             self._skip()
             block = self._source.read(_BLOCK)
-            if not block.strip(b"\0"):
+            if not block or block == bytes(_BLOCK):
                 self._check_end(block)
                 return None
             header = self._header(block)

@@ -182,9 +182,7 @@ class TreeWriter:
     def opaque(self, name: Name) -> None:
         """An opaque directory: hide what earlier layers have in it."""
         name = self._prefix + name
-        if name:
-            self._make_directory(self._parent(name, make=True), name)
-        for child in os.listdir(self._descriptor(name)):
+        for child in os.listdir(self._descriptor(name, make=True)):
             self._remove_earlier((*name, os.fsencode(child)))
         if self._keep_whiteouts:
             if not name:

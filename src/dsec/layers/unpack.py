@@ -13,13 +13,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import zstandard
 
 from dsec.protocol.errors import ErrorKind, Fault
 
 _STEP = 1 << 18
+_HEAD = 512  # a tar header, to tell formats apart
 _XZ_MEMORY = 512 << 20  # what `xz -9` needs is 65 MiB; a header may claim 4 GiB
 _ZSTD_WINDOW = 128 << 20  # `zstd --long=27`
 
@@ -76,16 +77,43 @@ class _Xz(io.RawIOBase):
         data = b""
         while not data:
             if self._decoder.eof:
-                rest = self._decoder.unused_data or self._source.read1(_STEP)
-                if not rest.strip(b"\0"):
+                following = self._next_stream()
+                if not following:
                     return 0
                 self._decoder = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
-                data = self._decoder.decompress(rest, len(buffer))
+                data = self._decoder.decompress(following, len(buffer))
                 continue
             more = self._source.read1(_STEP) if self._decoder.needs_input else b""
             if self._decoder.needs_input and not more:
                 raise EOFError("the xz stream ends early")
             data = self._decoder.decompress(more, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _next_stream(self) -> bytes:
+        """The first bytes of the stream after this one (zeros between them are padding), empty at the end."""
+        rest = self._decoder.unused_data.lstrip(b"\0")
+        while not rest:
+            more = self._source.read1(_STEP)
+            if not more:
+                return b""
+            rest = more.lstrip(b"\0")
+        return rest
+
+
+class _Whole(io.RawIOBase):
+    """Bytes that were read already, then the rest of the stream."""
+
+    def __init__(self, head: bytes, rest: io.BufferedReader[io.RawIOBase]) -> None:
+        self._head = head
+        self._rest = rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data, self._head = self._head[: len(buffer)], self._head[len(buffer) :]
+        data = data or self._rest.read1(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
@@ -132,14 +160,17 @@ class Unpacked:
         return Fault(ErrorKind.INVALID, f"{self._what} is cut off or damaged: {why}", hint="get or make it again")
 
 
-def _decoder(stream: io.BufferedReader[io.RawIOBase]) -> Source:
-    magic = stream.peek(6)[:6]
-    if magic.startswith(b"\x1f\x8b"):
+def _decoder(packed: io.BufferedReader[io.RawIOBase]) -> Source:
+    head = packed.read(_HEAD)
+    stream = io.BufferedReader(cast(io.RawIOBase, _Whole(head, packed)), _STEP)
+    if head[257:262] == b"ustar":  # a plain archive, even if its first name looks like something else
+        return stream
+    if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=stream)
-    if magic.startswith((b"\xfd7zXZ", b"\x5d\x00\x00")):
-        return io.BufferedReader(_Xz(stream))
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+    if head.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
+        return io.BufferedReader(_Xz(stream), _STEP)
+    if head.startswith(b"\x28\xb5\x2f\xfd"):
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(stream, read_across_frames=True)
-    if magic.startswith(b"BZh"):
+    if head.startswith(b"BZh"):
         return bz2.BZ2File(stream)
     return stream
