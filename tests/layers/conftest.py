@@ -64,7 +64,7 @@ def tiny(store: LayerStore, scratch: Path) -> Tiny:
 
 
 @pytest.fixture
-def look(store: LayerStore) -> Look:
+def look(store: LayerStore, scratch: Path) -> Look:
     """`look("a@1", "b@2", script="...")`: what a sandbox of these layers would see, base first."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
@@ -74,7 +74,7 @@ def look(store: LayerStore) -> Look:
         for ref in refs:
             meta, data = store.paths(store.resolve(ref))
             layers.append([str(meta), *map(str, data)])
-        task = msgspec.json.encode(Task(layers, script))
+        task = msgspec.json.encode(Task(tempfile.mkdtemp(dir=scratch), layers, script))
         run = subprocess.run([sys.executable, "-m", "tests.layers.look"], input=task, capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()
         return msgspec.msgpack.decode(run.stdout, type=Answer)

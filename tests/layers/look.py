@@ -1,7 +1,7 @@
 """Run as a program in a mount namespace of its own: mount layers (one alone, or several as an overlay) and tell what is seen.
 
-Standard input: JSON `{"layers": [[meta, data...], ...base first], "script": "..."}`. Standard output: msgpack
-`[[entry, ...], script's output]`. Nothing is left behind, because the namespace goes with the process.
+Standard input: a `Task` in JSON (place: a directory to mount in; layers: lists of a metadata blob and its data blobs, base
+first). Standard output: an `Answer` in msgpack. No mount is left behind, because the namespace goes with the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 
 import msgspec
 
@@ -39,6 +38,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Task(msgspec.Struct, frozen=True):
+    place: str
     layers: list[list[str]]
     script: str = ""
 
@@ -114,33 +114,27 @@ def _check(result: int) -> int:
 
 def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    with tempfile.TemporaryDirectory() as place:
-        private_namespace()
-        mount("tmpfs", [("mode", "755")], place)
-        lowers = []
-        for number, (meta, *data) in enumerate(task.layers):
-            lowers.append(f"{place}/{number}")
-            os.mkdir(lowers[-1])
-            mount("erofs", [("source", meta), *(("device", path) for path in data)], lowers[-1])
-        root = lowers[0]
-        if len(lowers) > 1 or task.script:
-            for name in ("upper", "work", "root"):
-                os.mkdir(f"{place}/{name}")
-            root = f"{place}/root"
-            options = [
-                ("lowerdir", ":".join(reversed(lowers))),
-                ("upperdir", f"{place}/upper"),
-                ("workdir", f"{place}/work"),
-            ]
-            mount("overlay", [("source", "test"), *options, ("userxattr", "")], root)
-        output = ""
-        if task.script:
-            run = subprocess.run(["/bin/sh", "-c", task.script], cwd=root, capture_output=True, text=True, check=False)
-            output = run.stdout + run.stderr
-        answer = Answer(entries(os.fsencode(root)), output)
-        sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
-        sys.stdout.flush()
-        os._exit(0)  # the temporary directory is removed by who started us, after our mounts are gone
+    private_namespace()
+    mount("tmpfs", [("mode", "755")], task.place)
+    lowers = []
+    for number, (meta, *data) in enumerate(task.layers):
+        lowers.append(f"{task.place}/{number}")
+        os.mkdir(lowers[-1])
+        mount("erofs", [("source", meta), *(("device", path) for path in data)], lowers[-1])
+    root = lowers[0] if len(lowers) == 1 and not task.script else _overlay(task.place, lowers)
+    output = ""
+    if task.script:
+        run = subprocess.run(["/bin/sh", "-c", task.script], cwd=root, capture_output=True, text=True, check=False)
+        output = run.stdout + run.stderr
+    sys.stdout.buffer.write(msgspec.msgpack.encode(Answer(entries(os.fsencode(root)), output)))
+
+
+def _overlay(place: str, lowers: list[str]) -> str:
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"{place}/{name}")
+    options = [("lowerdir", ":".join(reversed(lowers))), ("upperdir", f"{place}/upper"), ("workdir", f"{place}/work")]
+    mount("overlay", [("source", "test"), *options, ("userxattr", "")], f"{place}/root")
+    return f"{place}/root"
 
 
 if __name__ == "__main__":

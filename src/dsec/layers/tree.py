@@ -191,6 +191,8 @@ class TreeWriter:
 
     def finish(self) -> None:
         """Give directories their owners, modes and times, the deepest first."""
+        if self._keep_whiteouts:
+            self._drop_idle_whiteouts()
         for name in sorted(self._directories, key=len, reverse=True):
             metadata = self._directories[name]
             fd = self._descriptor(name)
@@ -198,6 +200,19 @@ class TreeWriter:
             os.fchmod(fd, metadata.mode)
             self._attributes(fd, name, metadata)
             os.utime(fd, ns=_times(metadata))
+
+    def _drop_idle_whiteouts(self) -> None:
+        """Remove whiteouts at and below opaque directories: there is nothing left to hide, and an overlay would list them
+        (it filters only directories that it merges) as names that do not exist."""
+        opaque: set[Name] = set()
+        for name in sorted(self._directories, key=len):
+            fd = self._descriptor(name)
+            if not (name[:-1] in opaque and name) and OPAQUE not in os.listxattr(fd):
+                continue
+            opaque.add(name)
+            for child in os.listdir(fd):
+                if _is_whiteout(os.stat(child, dir_fd=fd, follow_symlinks=False)):
+                    os.unlink(child, dir_fd=fd)
 
     # -- finding the way ----------------------------------------------------------------------------------------------
 
