@@ -54,7 +54,7 @@ def _peer(name: str, meta: Path, data: list[Path], our_p50: float, our_cycles: f
         command = [sys.executable, "-m", "benchmarks.peers", name, directory, str(meta), *map(str, data)]
         answer = subprocess.run(command, capture_output=True, cwd=ROOT, check=False)
     if answer.returncode != 0:
-        words = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        words = " / ".join(answer.stderr.decode(errors="replace").strip().splitlines()[-2:])
         raise CliFailure(f"{name} could not be measured: {words}")
     measured = msgspec.json.decode(answer.stdout, type=Measured)
     p50 = percentile(measured.one, 50)
@@ -105,6 +105,7 @@ class _Bubblewrap:
 
 class _Crun:
     def __init__(self, directory: Path, root: Path) -> None:
+        _without_hybrid()
         self._state = directory / "state"
         self._bundle = directory / "bundle"
         self._bundle.mkdir()
@@ -114,6 +115,15 @@ class _Crun:
     def run(self, identity: str) -> None:
         name = f"dsec-peer-{os.getpid()}-{identity}"
         _spawn(["crun", *self._flags, "run", "--bundle", str(self._bundle), name])
+
+
+def _without_hybrid() -> None:
+    """crun refuses hybrid cgroups; in our own mount namespace they can look like plain v1."""
+    from dsec.backends.probe import syscalls
+
+    unified = Path("/sys/fs/cgroup/unified")
+    if os.path.ismount(unified):
+        syscalls.umount(str(unified), syscalls.MNT_DETACH)
 
 
 def _bundle(root: Path) -> dict[str, object]:
