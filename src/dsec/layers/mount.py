@@ -48,7 +48,11 @@ def mount_layer(runtime: Path, meta: Path, data: list[Path]) -> int:
 def _received(connection: socket.socket) -> int | None:
     """The descriptor in the one message that waits on `connection`, None when there is none."""
     descriptors = array.array("i")
-    _, ancillary, _, _ = connection.recvmsg(4096, socket.CMSG_SPACE(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    connection.setblocking(False)  # the helper has ended: what it sent is there
+    try:
+        _, ancillary, _, _ = connection.recvmsg(4096, socket.CMSG_SPACE(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+        return None
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
