@@ -1,9 +1,8 @@
 //! How a pre-born PID 1 becomes a sandbox: two messages over descriptor 3 (SOCK_SEQPACKET), and two answers.
 //!
-//! 1. The launcher clones PID 1 long before it knows which sandbox it will be (pool). The first message is the path of the
-//!    slot's directory on the uppers filesystem (`u`pper, `w`ork, `s`hm). PID 1 waits for it before it executes
-//!    `dsec-runtime aether`: its coming means that the id maps are written. `inside` then makes all that does not depend
-//!    on the sandbox and answers `PREPARED`.
+//! 1. PID 1 is cloned long before anybody knows which sandbox it will be (pool). The first message is the path of the
+//!    slot's directory on the uppers filesystem (`u`pper, `w`ork, `s`hm); its coming means that the id maps are written.
+//!    PID 1 makes all that does not depend on the sandbox and answers `PREPARED`.
 //! 2. One `Birth` (msgpack map) with all descriptors. `inside::enter` builds the root, drops privilege and answers with one
 //!    `BirthReply`.
 

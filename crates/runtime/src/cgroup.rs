@@ -180,9 +180,8 @@ impl Cgroups {
     /// memory+swap may never be below memory: when the limit grows memsw is written first, else last.
     fn set_v1_memory(&self, name: &str, bytes: u64) -> Result<(), Failure> {
         let value = bytes.to_string();
-        let write = |file: &str| {
-            sys::write_file(self.v1[0].as_raw_fd(), &c(format!("{name}/{file}")), value.as_bytes())
-        };
+        let write =
+            |file: &str| sys::write_file(self.v1[0].as_raw_fd(), &c(format!("{name}/{file}")), value.as_bytes());
         let swap = |result: sys::Result<()>| if result == Err(Errno(libc::ENOENT)) { Ok(()) } else { result };
         let at = || format!("write {value} to memory.limit_in_bytes of {name}");
         if write("memory.limit_in_bytes").is_ok() {
@@ -200,7 +199,8 @@ impl Cgroups {
         let number = |text: String| text.trim().parse().unwrap_or(-1);
         let unified = self.unified.as_ref();
         let cpu = field(&text(unified, "cpu.stat"), "usage_usec");
-        let mut usage = Usage { memory: -1, memory_peak: -1, cpu_ns: -1, pids: -1, disk: -1, oom_kills: -1, pids_hits: -1 };
+        let mut usage =
+            Usage { memory: -1, memory_peak: -1, cpu_ns: -1, pids: -1, disk: -1, oom_kills: -1, pids_hits: -1 };
         usage.cpu_ns = if cpu < 0 { -1 } else { cpu * 1000 };
         let (memory, pids) = match self.kind {
             Kind::V2 => (unified, unified),
@@ -252,7 +252,8 @@ impl Cgroups {
             // Fails when the group is gone already, which is as good.
             let _ = sys::write_file(unified.as_raw_fd(), &c(format!("{name}/cgroup.kill")), b"1");
         }
-        let tasks = |parent: &OwnedFd| sys::read_file(parent.as_raw_fd(), &c(format!("{name}/tasks"))).unwrap_or_default();
+        let tasks =
+            |parent: &OwnedFd| sys::read_file(parent.as_raw_fd(), &c(format!("{name}/tasks"))).unwrap_or_default();
         let mut found = 0;
         for parent in &self.v1 {
             for pid in tasks(parent).lines().filter_map(|line| line.parse::<i32>().ok()) {
@@ -350,7 +351,11 @@ fn enable_controllers(dir: i32, path: &str) -> Result<(), Failure> {
 }
 
 fn ignore_existing(result: sys::Result<()>) -> sys::Result<()> {
-    if result == Err(Errno(libc::EEXIST)) { Ok(()) } else { result }
+    if result == Err(Errno(libc::EEXIST)) {
+        Ok(())
+    } else {
+        result
+    }
 }
 
 /// The number after a word at the start of a line, as in `oom_kill 3`.

@@ -12,13 +12,16 @@ mod msgpack;
 mod sys;
 
 fn main() {
-    let args: Vec<String> = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned()).collect();
+    let mut args = std::env::args_os().map(|arg| arg.to_string_lossy().into_owned());
+    if args.next().is_some_and(|name| name == launcher::zygote::NAME) {
+        aether::serve(launcher::zygote::run());
+    }
+    let args: Vec<String> = args.collect();
     match args.first().map(String::as_str) {
         Some("launcher") => std::process::exit(launcher::main(&args[1..])),
-        Some("aether") => aether::serve(inside::enter()),
         Some("version") => println!("{}", env!("CARGO_PKG_VERSION")),
         _ => {
-            eprintln!("usage: dsec-runtime launcher|aether|helper|version ...");
+            eprintln!("usage: dsec-runtime launcher|helper|version ...");
             std::process::exit(2);
         }
     }

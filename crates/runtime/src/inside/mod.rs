@@ -1,9 +1,10 @@
 //! What PID 1 of a sandbox does between its birth and serving: mounts, pivot, privileges, seccomp.
 //!
-//! It starts on the launcher's private root (`launcher::root`), as root of a user namespace of its own with every
-//! capability there, and ends in the sandbox's root with the few that aether needs.
+//! It starts as a copy of the zygote (`launcher::zygote`) on the launcher's private root (`launcher::root`), with every
+//! capability in a user namespace of its own, and ends in the sandbox's root with the few that aether needs.
 
-pub mod root;
+mod network;
+mod root;
 pub mod seccomp;
 
 use crate::birth::{Birth, BirthReply, Sandbox, FD_CGROUP2, FD_LISTENER, FD_OOM_ADJ, FD_SPILL, FIXED_FDS, PREPARED};
@@ -19,12 +20,11 @@ const MAX_MESSAGE: usize = 128 * 1024;
 const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 10 | 1 << 18;
 
 /// Becomes a sandbox, or ends the process: with status 0 when the launcher has gone before it asked for one.
-pub fn enter() -> Sandbox {
-    let filter = seccomp::compile();
+pub fn enter(filter: &seccomp::Compiled) -> Sandbox {
     let upper = match prepare() {
         Ok(Some(upper)) => upper,
         Ok(None) => std::process::exit(0),
-        Err(failure) => refuse(failure),
+        Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
     };
     let mut buffer = vec![0; MAX_MESSAGE];
     let (length, fds) = match socket::receive(CONTROL, &mut buffer, 0) {
@@ -32,19 +32,19 @@ pub fn enter() -> Sandbox {
         Ok(message) => message,
     };
     let mut clock = Clock { last: now_us(), us: Vec::new() };
-    match become_sandbox(&buffer[..length], fds, &upper, &filter, &mut clock) {
+    match become_sandbox(&buffer[..length], fds, &upper, filter, &mut clock) {
         Ok(sandbox) => {
             reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
             let _ = unsafe { crate::sys!(SYS_close, CONTROL) };
             sandbox
         }
-        Err(failure) => refuse(failure),
+        Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
     }
 }
 
-fn refuse(failure: Failure) -> ! {
-    let Failure { stage, what, errno } = failure;
-    reply(&BirthReply { ready: false, stage: stage.into(), error: what, errno, us: Vec::new() });
+/// Ends the process, with last words for the launcher.
+pub fn refuse(stage: &str, error: String, errno: i32) -> ! {
+    reply(&BirthReply { ready: false, stage: stage.into(), error, errno, us: Vec::new() });
     std::process::exit(1);
 }
 
@@ -68,23 +68,42 @@ impl Clock {
 
 /// Everything that does not depend on the sandbox. Returns the slot's upper directory; none when the launcher is gone.
 fn prepare() -> Result<Option<String>, Failure> {
+    process::prctl(libc::PR_SET_NAME, c"aether".as_ptr() as u64).at("network", || "set own name".into())?;
+    // Before the first message, since the launcher's work goes on meanwhile.
+    network::make()?;
     let mut path = [0; 256];
     let length = match socket::receive(CONTROL, &mut path, 0) {
         Ok((length, _)) if length > 0 => length,
         _ => return Ok(None),
     };
     let upper = String::from_utf8_lossy(&path[..length]).into_owned();
+    become_root()?;
+    network::open_ports()?;
+    root::prepare(&upper)?;
     let stage = "privileges";
+    process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
+    seccomp::forbid_new_privileges().at(stage, || "set no_new_privs".into())?;
+    Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(upper))
+}
+
+/// Takes the ids of the sandbox's root, once they are mapped, and cuts what else ties us to the launcher.
+fn become_root() -> Result<(), Failure> {
+    let stage = "privileges";
+    let ids = unsafe {
+        crate::sys!(SYS_setgroups, 0, std::ptr::null::<u32>())
+            .and_then(|_| crate::sys!(SYS_setresgid, 0, 0, 0))
+            .and_then(|_| crate::sys!(SYS_setresuid, 0, 0, 0))
+    };
+    ids.at(stage, || "become root of the sandbox".into())?;
+    // Nobody inside may look into this process. Its memory belongs to the host's user namespace, so this cannot be undone
+    // from inside; after the change of ids, which sets it by a rule of the machine.
+    process::prctl(libc::PR_SET_DUMPABLE, 0).at(stage, || "forbid dumping".into())?;
     // A session and group of its own: a signal to "my group" must never reach the launcher's.
     unsafe { crate::sys!(SYS_setsid) }.at(stage, || "setsid".into())?;
     unsafe { crate::sys!(SYS_unshare, libc::CLONE_NEWCGROUP) }.at(stage, || "new cgroup namespace".into())?;
     // The kernel itself then refuses user namespaces inside, whatever the filter lets pass.
     let none = sys::write_file(libc::AT_FDCWD, c"/proc/sys/user/max_user_namespaces", b"0");
-    none.at(stage, || "write user.max_user_namespaces".into())?;
-    root::prepare(&upper)?;
-    process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
-    seccomp::forbid_new_privileges().at(stage, || "set no_new_privs".into())?;
-    Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(upper))
+    none.at(stage, || "write user.max_user_namespaces".into())
 }
 
 fn become_sandbox(
@@ -94,8 +113,8 @@ fn become_sandbox(
     filter: &seccomp::Compiled,
     clock: &mut Clock,
 ) -> Result<Sandbox, Failure> {
-    let birth: Birth =
-        rmp_serde::from_slice(message).map_err(|e| Failure::new("message", format!("decode birth: {e}"), libc::EPROTO))?;
+    let birth: Birth = rmp_serde::from_slice(message)
+        .map_err(|e| Failure::new("message", format!("decode birth: {e}"), libc::EPROTO))?;
     let layers = birth.layers as usize;
     if fds.len() != FIXED_FDS + layers + birth.cgroup_tasks as usize {
         return Err(Failure::new("message", format!("{} descriptors came with the birth", fds.len()), libc::EPROTO));

@@ -34,7 +34,11 @@ const MASKED: [&CStr; 12] = [
 const READ_ONLY: [&CStr; 4] = [c"/p/sys", c"/p/irq", c"/p/bus", c"/p/fs"];
 
 fn unless_missing(result: Result<()>) -> Result<()> {
-    if result == Err(Errno(libc::ENOENT)) { Ok(()) } else { result }
+    if result == Err(Errno(libc::ENOENT)) {
+        Ok(())
+    } else {
+        result
+    }
 }
 
 /// Makes /proc and /dev aside; `upper` is the slot's directory on the uppers filesystem.
@@ -67,7 +71,8 @@ pub fn mount_overlay(layers: usize, upper: &str) -> std::result::Result<(), Fail
     let lower: Vec<String> = (0..layers).rev().map(|index| format!("/l/{index}")).collect();
     let options = format!("lowerdir={},upperdir={upper}/u,workdir={upper}/w,userxattr,volatile", lower.join(":"));
     let flags = libc::MS_NODEV | libc::MS_NOSUID;
-    mount(c"overlay", ROOT, c"overlay", flags, Some(&c(options))).at("overlay", || format!("mount overlay of {layers} layers"))
+    mount(c"overlay", ROOT, c"overlay", flags, Some(&c(options)))
+        .at("overlay", || format!("mount overlay of {layers} layers"))
 }
 
 /// Moves /proc and /dev into the new root, sees that /tmp is there, and makes it the root.
@@ -83,7 +88,8 @@ pub fn enter() -> std::result::Result<(), Failure> {
     }
     let tmp = sys::mkdirat(libc::AT_FDCWD, c"tmp", 0o1777);
     if tmp.is_ok() {
-        unsafe { crate::sys!(SYS_fchmodat, libc::AT_FDCWD, c"tmp".as_ptr(), 0o1777) }.at(stage, || "open up /tmp".into())?;
+        unsafe { crate::sys!(SYS_fchmodat, libc::AT_FDCWD, c"tmp".as_ptr(), 0o1777) }
+            .at(stage, || "open up /tmp".into())?;
     }
     pivot_here().at(stage, || "pivot_root".into())
 }

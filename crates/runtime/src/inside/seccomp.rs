@@ -56,11 +56,18 @@ enum Verdict {
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Check {
     /// Refused when any of these bits is set in the argument.
-    Bits { index: u32, mask: u32 },
+    Bits {
+        index: u32,
+        mask: u32,
+    },
     /// Refused when the argument is 1: PID 1, whom root inside could otherwise limit or starve.
-    First { index: u32 },
+    First {
+        index: u32,
+    },
     /// setpriority and ioprio_set: refused for PID 1, its group, and whole users (`user` is the kind's number).
-    Priority { user: u32 },
+    Priority {
+        user: u32,
+    },
     Personality,
     Ioctl,
     Socket,
@@ -150,7 +157,7 @@ const CHECKED: [(i64, Check); 15] = [
     (libc::SYS_sched_setattr, Check::First { index: 0 }),
     (libc::SYS_migrate_pages, Check::First { index: 0 }),
     (libc::SYS_move_pages, Check::First { index: 0 }),
-    (libc::SYS_setpriority, Check::Priority { user: libc::PRIO_USER as u32 }),
+    (libc::SYS_setpriority, Check::Priority { user: libc::PRIO_USER }),
     (libc::SYS_ioprio_set, Check::Priority { user: 3 }),
     (libc::SYS_personality, Check::Personality),
     (libc::SYS_ioctl, Check::Ioctl),
@@ -249,11 +256,8 @@ fn tree(ranges: &[(u32, Verdict)]) -> Vec<Op> {
     let (low, high) = ranges.split_at(ranges.len() / 2);
     let (left, right) = (tree(low), tree(high));
     let test = |yes: usize, no: u8| Op { code: JUMP_AT_LEAST, yes: yes as u8, no, value: high[0].0 };
-    let mut code = if left.len() <= 255 {
-        vec![test(left.len(), 0)]
-    } else {
-        vec![test(0, 1), op(JUMP, left.len() as u32)]
-    };
+    let mut code =
+        if left.len() <= 255 { vec![test(left.len(), 0)] } else { vec![test(0, 1), op(JUMP, left.len() as u32)] };
     code.extend(left);
     code.extend(right);
     code
@@ -382,7 +386,9 @@ mod tests {
             all[..arguments.len()].copy_from_slice(arguments);
             run(&code, number, all)
         };
-        for flag in [libc::CLONE_NEWUSER, libc::CLONE_NEWNS, libc::CLONE_NEWPID, libc::CLONE_NEWNET, libc::CLONE_NEWCGROUP] {
+        for flag in
+            [libc::CLONE_NEWUSER, libc::CLONE_NEWNS, libc::CLONE_NEWPID, libc::CLONE_NEWNET, libc::CLONE_NEWCGROUP]
+        {
             assert_eq!(verdict(libc::SYS_clone, &[flag as u32 as u64 | 17]), EPERM);
             assert_eq!(verdict(libc::SYS_unshare, &[flag as u32 as u64]), EPERM);
         }

@@ -4,9 +4,8 @@
 //! end of a PID 1. Slots are made ahead when there is nothing else to do.
 
 mod ids;
-mod newborn;
-mod pool;
 mod poller;
+mod pool;
 mod root;
 mod slot;
 mod sweep;
@@ -14,6 +13,7 @@ mod teardown;
 mod uppers;
 mod verbs;
 mod wire;
+pub mod zygote;
 
 use crate::cgroup::Cgroups;
 use crate::sys::{self, now_us, process, At, Failure};
@@ -25,7 +25,7 @@ use wire::{Control, Incoming, Reply, Request};
 
 /// A creation that is not done after this long is undone.
 const CREATE_DEADLINE_US: u64 = 30_000_000;
-/// Below this, descriptors are targets of a newborn's arrangement (`newborn`); the launcher keeps its own above.
+/// Below this, descriptors are targets of the zygote's arrangement; the launcher keeps its own above.
 const FIRST_FD: RawFd = 10;
 
 struct Options {
@@ -58,8 +58,8 @@ fn parse(args: &[String]) -> Option<Options> {
 
 /// Where a tenant of a slot is in its life.
 enum Phase {
-    /// PID 1 makes itself ready, on the cradle's memory at first.
-    Preparing(newborn::Cradle),
+    /// PID 1 makes itself ready.
+    Preparing,
     Pooled,
     /// PID 1 becomes a sandbox; the create request waits.
     Entering(Entering),
@@ -96,6 +96,8 @@ struct Launcher {
     /// Slots ready for use.
     pool: VecDeque<u32>,
     pool_size: usize,
+    /// Slots whose PID 1 is ordered from the zygote, in order; and how many of these and later ones are not ready yet.
+    begun: VecDeque<slot::Begun>,
     preparing: usize,
     entering: usize,
     /// Creations that wait for a slot, with the time they came.
@@ -140,7 +142,8 @@ fn arrange_descriptors(control: RawFd) -> Result<(OwnedFd, OwnedFd), Failure> {
     // SAFETY: the number was given to us to use, and is not used again.
     drop(unsafe { OwnedFd::from_raw_fd(control) });
     loop {
-        let null = sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0).at("start", || "open /dev/null".into())?;
+        let null =
+            sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0).at("start", || "open /dev/null".into())?;
         if null.as_raw_fd() > FIRST_FD {
             return Ok((moved, null));
         }
@@ -161,13 +164,14 @@ impl Launcher {
         root::leave_host()?;
         let prepared = uppers::prepare(&device)?;
         let sockets = root::open_sockets(&options.run)?;
-        let program = newborn::guarded_program()?;
         root::build(&prepared.mount)?;
-        unsafe { crate::sys!(SYS_fchdir, sockets.as_raw_fd()) }.at("start", || "enter the sockets' directory".into())?;
+        unsafe { crate::sys!(SYS_fchdir, sockets.as_raw_fd()) }
+            .at("start", || "enter the sockets' directory".into())?;
         let uppers = uppers::Uppers::open(prepared)?;
+        let zygote = zygote::Zygote::start(&null)?;
         drop(device); // the mount holds the loop device now, and it goes with the last mount
         let mut launcher = Launcher {
-            tools: Tools { cgroups, uppers, program, null, sockets },
+            tools: Tools { cgroups, uppers, zygote, null, sockets },
             control: Control::new(control),
             poller: Poller::new().at("start", || "epoll_create".into())?,
             run: options.run,
@@ -177,6 +181,7 @@ impl Launcher {
             names: HashMap::new(),
             pool: VecDeque::new(),
             pool_size: options.pool,
+            begun: VecDeque::new(),
             preparing: 0,
             entering: 0,
             queue: VecDeque::new(),
@@ -188,6 +193,7 @@ impl Launcher {
             sweeps: Vec::new(),
         };
         launcher.poller.add(launcher.control.fd(), Token::Edge).at("start", || "watch the edge".into())?;
+        launcher.poller.add(launcher.tools.zygote.fd(), Token::Zygote).at("start", || "watch the zygote".into())?;
         launcher.adopt();
         Ok(launcher)
     }
@@ -201,6 +207,12 @@ impl Launcher {
                 match token {
                     Token::Edge => {
                         if !self.serve_edge() {
+                            return self.leave();
+                        }
+                    }
+                    Token::Zygote => {
+                        if !self.zygote_answered() {
+                            log(&Failure::new("clone", "the zygote has died", libc::ECHILD));
                             return self.leave();
                         }
                     }

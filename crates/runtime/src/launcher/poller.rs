@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Token {
     Edge,
+    Zygote,
     /// PID 1 of the slot said something.
     Answer(u32),
     /// PID 1 of the slot has ended.
@@ -16,6 +17,7 @@ impl Token {
     fn encode(self) -> u64 {
         match self {
             Token::Edge => u64::MAX,
+            Token::Zygote => u64::MAX - 1,
             Token::Answer(slot) => u64::from(slot) << 1,
             Token::End(slot) => u64::from(slot) << 1 | 1,
         }
@@ -24,6 +26,7 @@ impl Token {
     fn decode(value: u64) -> Self {
         match value {
             u64::MAX => Token::Edge,
+            v if v == u64::MAX - 1 => Token::Zygote,
             v if v & 1 == 0 => Token::Answer((v >> 1) as u32),
             v => Token::End((v >> 1) as u32),
         }

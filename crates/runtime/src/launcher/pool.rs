@@ -1,8 +1,7 @@
 //! Slots from their making to the moment they are a sandbox.
 
-use super::newborn::Cradle;
 use super::poller::Token;
-use super::slot::{Begun, Slot};
+use super::slot::Begun;
 use super::wire::Reply;
 use super::{log, Entering, Launcher, Phase, Tenant, CREATE_DEADLINE_US};
 use crate::birth::{BirthReply, PREPARED};
@@ -30,25 +29,42 @@ impl Launcher {
         let Some(number) = self.ids.take() else {
             return self.slot_failed(Failure::new("slot", "all id ranges are taken", libc::EUSERS));
         };
-        match Slot::begin(number, &self.tools, Cradle::new(), self.usual) {
-            Ok(Begun { slot, cradle }) => {
-                let watched = self.poller.add(slot.pidfd.as_raw_fd(), Token::End(number));
-                let control = slot.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-                let watched = watched.and_then(|()| self.poller.add(control, Token::Answer(number)));
+        match Begun::begin(number, &self.tools) {
+            Ok(begun) => {
                 self.preparing += 1;
-                self.deadlines.push_back((now_us() + CREATE_DEADLINE_US, number));
-                let phase = Phase::Preparing(cradle);
-                self.tenants.insert(number, Tenant { slot, phase, sandbox: None, child: true });
-                if let Err(failure) = watched.at("slot", || "watch PID 1".into()) {
-                    self.slot_failed(failure);
-                    self.dispose(number);
-                }
+                self.begun.push_back(begun);
             }
             Err(failure) => {
                 self.remove_remains(number);
                 self.slot_failed(failure);
             }
         }
+    }
+
+    /// The zygote has made the oldest PID 1 that was ordered; false when it has died.
+    pub fn zygote_answered(&mut self) -> bool {
+        let (Some(answer), Some(begun)) = (self.tools.zygote.take(), self.begun.pop_front()) else { return false };
+        let number = begun.number;
+        let born = match answer {
+            Ok(born) => born,
+            Err(failure) => {
+                self.preparing -= 1;
+                self.remove_remains(number);
+                self.slot_failed(failure);
+                return true;
+            }
+        };
+        let slot = begun.equip(born, &self.tools, self.usual);
+        let watched = self.poller.add(slot.pidfd.as_raw_fd(), Token::End(number));
+        let control = slot.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let watched = watched.and_then(|()| self.poller.add(control, Token::Answer(number)));
+        self.deadlines.push_back((now_us() + CREATE_DEADLINE_US, number));
+        self.tenants.insert(number, Tenant { slot, phase: Phase::Preparing, sandbox: None, child: true });
+        if let Err(failure) = watched.at("slot", || "watch PID 1".into()) {
+            self.slot_failed(failure);
+            self.dispose(number);
+        }
+        true
     }
 
     /// The first creation that waits gets the error; without one, nothing is tried until the next creation.
@@ -74,7 +90,7 @@ impl Launcher {
                 return;
             }
         };
-        if matches!(tenant.phase, Phase::Preparing(_)) && answer == PREPARED {
+        if matches!(tenant.phase, Phase::Preparing) && answer == PREPARED {
             return self.slot_prepared(number);
         }
         let reply = rmp_serde::from_slice::<BirthReply>(answer).unwrap_or_else(|error| BirthReply {
@@ -127,7 +143,7 @@ impl Launcher {
     pub fn fail_birth(&mut self, number: u32, stage: &str, error: String, errno: i32) {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         match &tenant.phase {
-            Phase::Preparing(_) => {
+            Phase::Preparing => {
                 let failure = Failure::new("slot", format!("PID 1 could not prepare: {stage}: {error}"), errno);
                 self.slot_failed(failure);
             }
@@ -145,11 +161,16 @@ impl Launcher {
     pub fn expire(&mut self, number: u32, when: u64) {
         let Some(tenant) = self.tenants.get(&number) else { return };
         match &tenant.phase {
-            Phase::Preparing(_) => {}
+            Phase::Preparing => {}
             Phase::Entering(entering) if entering.received_us + CREATE_DEADLINE_US <= when => {}
             _ => return,
         }
-        self.fail_birth(number, "birth", "PID 1 was not ready in 30 s; the machine is overloaded".into(), libc::ETIMEDOUT);
+        self.fail_birth(
+            number,
+            "birth",
+            "PID 1 was not ready in 30 s; the machine is overloaded".into(),
+            libc::ETIMEDOUT,
+        );
     }
 
     /// PID 1 is dead: of itself, or because it is being removed.
@@ -182,7 +203,7 @@ impl Launcher {
                 self.control.send(&event, None);
             }
             Phase::Ended => {}
-            Phase::Preparing(_) | Phase::Pooled | Phase::Entering(_) => {
+            Phase::Preparing | Phase::Pooled | Phase::Entering(_) => {
                 let text = format!("PID 1 ended with wait status {status:#x}");
                 self.died_early(number, text);
             }

@@ -17,14 +17,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 const STAGE: &str = "root";
 pub const MAX_LAYERS: usize = 200;
 
-const DEVICES: [(&CStr, u32, u32); 6] = [
-    (c"null", 1, 3),
-    (c"zero", 1, 5),
-    (c"full", 1, 7),
-    (c"random", 1, 8),
-    (c"urandom", 1, 9),
-    (c"tty", 5, 0),
-];
+const DEVICES: [(&CStr, u32, u32); 6] =
+    [(c"null", 1, 3), (c"zero", 1, 5), (c"full", 1, 7), (c"random", 1, 8), (c"urandom", 1, 9), (c"tty", 5, 0)];
 const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd", c"fd"),
     (c"/proc/self/fd/0", c"stdin"),
@@ -78,7 +72,8 @@ fn shared_devices() -> Result<OwnedFd, Failure> {
             .at(STAGE, || format!("make device {name:?}"))?;
     }
     for (target, name) in LINKS {
-        unsafe { crate::sys!(SYS_symlinkat, target.as_ptr(), fd, name.as_ptr()) }.at(STAGE, || format!("link {name:?}"))?;
+        unsafe { crate::sys!(SYS_symlinkat, target.as_ptr(), fd, name.as_ptr()) }
+            .at(STAGE, || format!("link {name:?}"))?;
     }
     for name in [c"pts", c"shm", c"mqueue"] {
         make(&tmpfs, name)?;

@@ -1,19 +1,18 @@
 //! A slot: everything of a sandbox that does not depend on which sandbox it will be, made ahead.
 
-use super::ids::root_of;
-use super::newborn::{self, Cradle, Newborn};
+use super::ids::{root_of, RANGE};
 use super::uppers::{Upper, Uppers};
+use super::zygote::{Newborn, Zygote};
 use crate::birth::{Birth, FIXED_FDS};
 use crate::cgroup::{Cgroups, Group, Limits};
-use crate::sys::{self, c, mount, process, socket, At, Failure};
+use crate::sys::{mount, socket, At, Failure};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 /// What the launcher itself brings to every slot.
 pub struct Tools {
     pub cgroups: Cgroups,
     pub uppers: Uppers,
-    /// The guarded copy of this binary.
-    pub program: OwnedFd,
+    pub zygote: Zygote,
     pub null: OwnedFd,
     /// Directory of the sockets, also the working directory.
     pub sockets: OwnedFd,
@@ -46,14 +45,15 @@ pub struct Slot {
     /// File name of the listening socket; says slot, pid and start time to a later launcher.
     pub socket: String,
     promise: Option<Promise>,
-    kit: Option<Kit>,
+    kit: Option<Result<Kit, Failure>>,
 }
 
-/// A slot whose PID 1 gets itself ready; it answers on `slot.control`.
+/// A slot whose PID 1 the zygote is making.
 pub struct Begun {
-    pub slot: Slot,
-    /// Memory that PID 1 runs on until that answer.
-    pub cradle: Cradle,
+    pub number: u32,
+    control: OwnedFd,
+    upper: Upper,
+    group: Group,
 }
 
 /// Names in the sockets' directory that belong to slots, not sandboxes.
@@ -66,48 +66,39 @@ pub fn parse_socket_name(name: &str) -> Option<(u32, i32, u64)> {
     fields.next().is_none().then_some(parsed)
 }
 
-fn equip(number: u32, born: &Newborn, group: Group) -> Result<(u64, String, Kit), Failure> {
-    let open = |file: &str, flags: i32| {
-        let path = c(format!("/proc/{}/{file}", born.pid));
-        sys::openat(libc::AT_FDCWD, &path, flags, 0).at("clone", || format!("open {file} of PID 1"))
-    };
-    let start = process::start_time(born.pid).at("clone", || "read the start time of PID 1".into())?;
-    let name = format!("{SOCKET_PREFIX}{number}.{}.{start}", born.pid);
-    let kit = Kit {
-        userns: open("ns/user", libc::O_RDONLY)?,
-        listener: socket::listen(&name).at("socket", || format!("bind {name}"))?,
-        oom_adj: open("oom_score_adj", libc::O_WRONLY)?,
-        commands: group.commands,
-        tasks: group.tasks,
-    };
-    Ok((start, name, kit))
-}
-
-impl Slot {
-    /// Makes groups and upper, clones PID 1, sends it the first message. Takes half a millisecond; PID 1 then needs about
-    /// one more of its own. On failure what was made lies under the slot's number, for the launcher to remove.
-    pub fn begin(number: u32, tools: &Tools, mut cradle: Cradle, promise: Option<Promise>) -> Result<Begun, Failure> {
+impl Begun {
+    /// Makes groups and upper, and orders a PID 1. On failure what was made lies under the slot's number, for the launcher
+    /// to remove.
+    pub fn begin(number: u32, tools: &Tools) -> Result<Self, Failure> {
         let root = root_of(number);
         let group = tools.cgroups.make(number, root)?;
         let upper = tools.uppers.make(number, root)?;
-        let (ours, theirs) = socket::pair().at("clone", || "socketpair".into())?;
-        let born = newborn::clone(&mut cradle, &theirs, &tools.program, &tools.null, group.birth.as_ref(), root)?;
-        let equipped = equip(number, &born, group).and_then(|(start, name, kit)| {
-            let first = Uppers::path(number);
-            socket::send(ours.as_raw_fd(), first.as_bytes(), &[]).at("clone", || "send to PID 1".into())?;
-            Ok((start, name, kit))
-        });
-        let (start, name, kit) = equipped.inspect_err(|_| born.abandon())?;
-        let (pid, pidfd) = (born.pid, born.pidfd);
-        let mut slot =
-            Slot { number, pid, start, pidfd, upper, control: Some(ours), socket: name, promise: None, kit: Some(kit) };
+        let (control, theirs) = socket::pair().at("clone", || "socketpair".into())?;
+        tools.zygote.order(root, RANGE, &theirs, group.birth.as_ref())?;
+        Ok(Begun { number, control, upper, group })
+    }
+
+    /// PID 1 is there: gives it its socket and tells it where its upper is. It answers on `control`.
+    pub fn equip(self, born: Newborn, tools: &Tools, promise: Option<Promise>) -> Slot {
+        let Newborn { pid, start, pidfd, userns, oom_adj } = born;
+        let Begun { number, control, upper, group } = self;
+        let name = format!("{SOCKET_PREFIX}{number}.{pid}.{start}");
+        // What fails here shows when the slot is used, or by the answer of PID 1 that never comes.
+        let listener = socket::listen(&name).at("socket", || format!("bind {name}"));
+        let kit =
+            listener.map(|listener| Kit { userns, listener, oom_adj, commands: group.commands, tasks: group.tasks });
+        let _ = socket::send(control.as_raw_fd(), Uppers::path(number).as_bytes(), &[]);
+        let control = Some(control);
+        let mut slot = Slot { number, pid, start, pidfd, upper, control, socket: name, promise: None, kit: Some(kit) };
         if let Some(promise) = promise {
             // Only a guess: what cannot be written now is written, or reported, when it is asked for.
             let _ = slot.promise(tools, promise);
         }
-        Ok(Begun { slot, cradle })
+        slot
     }
+}
 
+impl Slot {
     /// A slot that an earlier launcher made into a sandbox.
     pub fn adopted(number: u32, pid: i32, start: u64, pidfd: OwnedFd, upper: Upper, socket: String) -> Self {
         Slot { number, pid, start, pidfd, upper, control: None, socket, promise: None, kit: None }
@@ -134,7 +125,7 @@ impl Slot {
     /// Tells PID 1 which sandbox it is. It answers on `control`.
     pub fn bear(&mut self, tools: &Tools, layers: &[&OwnedFd], promise: Promise, birth: Birth) -> Result<(), Failure> {
         self.promise(tools, promise)?;
-        let kit = self.kit.take().ok_or_else(|| Failure::new("birth", "slot used twice", libc::EALREADY))?;
+        let kit = self.kit.take().ok_or_else(|| Failure::new("birth", "slot used twice", libc::EALREADY))??;
         let mut mapped: Vec<OwnedFd> = Vec::with_capacity(layers.len());
         for layer in layers {
             let tree = mount::clone_tree(layer.as_raw_fd(), c"").at("layers", || "clone a layer's mount".into())?;

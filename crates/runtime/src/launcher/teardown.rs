@@ -31,7 +31,7 @@ impl Launcher {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         match &mut tenant.phase {
             Phase::Dying(dying) => return dying.waiting.extend(request),
-            Phase::Preparing(_) => self.preparing -= 1,
+            Phase::Preparing => self.preparing -= 1,
             Phase::Entering(_) => self.entering -= 1,
             Phase::Pooled => self.pool.retain(|n| *n != number),
             Phase::Live | Phase::Ended => {}
@@ -39,11 +39,8 @@ impl Launcher {
         let reaped = matches!(tenant.phase, Phase::Ended);
         // With the init of a pid namespace the kernel kills every process in it before that init can be reaped.
         let _ = process::send_signal(&tenant.slot.pidfd, libc::SIGKILL);
-        let before = std::mem::replace(&mut tenant.phase, Phase::Dying(Dying { reaped, waiting: request.into_iter().collect(), ..Dying::default() }));
-        if let Phase::Preparing(cradle) = before {
-            // The newborn may still run on it, until it is reaped: a rare loss of 16 KiB instead of a wait.
-            std::mem::forget(cradle);
-        }
+        let waiting = request.into_iter().collect();
+        tenant.phase = Phase::Dying(Dying { reaped, waiting, ..Dying::default() });
         if reaped {
             self.tear_down(number);
         }
@@ -51,7 +48,9 @@ impl Launcher {
 
     /// Removes what is left of a slot whose PID 1 has been reaped, as far as the kernel allows now.
     pub fn tear_down(&mut self, number: u32) {
-        let Some(Tenant { slot, phase: Phase::Dying(dying), sandbox, .. }) = self.tenants.get_mut(&number) else { return };
+        let Some(Tenant { slot, phase: Phase::Dying(dying), sandbox, .. }) = self.tenants.get_mut(&number) else {
+            return;
+        };
         if !dying.reaped {
             return;
         }
@@ -122,6 +121,12 @@ impl Launcher {
         let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| unborn(t)).map(|(n, _)| *n).collect();
         for number in &numbers {
             self.dispose(*number);
+        }
+        for begun in std::mem::take(&mut self.begun) {
+            // Its PID 1 ends when it finds its socket closed.
+            let number = begun.number;
+            drop(begun);
+            self.remove_remains(number);
         }
         let deadline = now_us() + 5_000_000;
         while numbers.iter().any(|n| self.tenants.contains_key(n)) && now_us() < deadline {

@@ -33,7 +33,9 @@ pub struct Prepared {
 /// What `--uppers` says: `btrfs:IMAGE:SIZE` or `dir:DIRECTORY`. In the host's mount namespace: loop devices keep the mount
 /// of their file.
 pub fn attach_device(option: &str) -> Result<Device, Failure> {
-    let usage = || Failure::new(STAGE, format!("--uppers must be btrfs:IMAGE:SIZE or dir:DIRECTORY, not {option:?}"), libc::EINVAL);
+    let usage = || {
+        Failure::new(STAGE, format!("--uppers must be btrfs:IMAGE:SIZE or dir:DIRECTORY, not {option:?}"), libc::EINVAL)
+    };
     match option.split_once(':').ok_or_else(usage)? {
         ("dir", path) => {
             std::fs::create_dir_all(path).map_err(Errno::from).at(STAGE, || format!("create {path}"))?;
@@ -43,8 +45,9 @@ pub fn attach_device(option: &str) -> Result<Device, Failure> {
             let (path, size) = rest.rsplit_once(':').ok_or_else(usage)?;
             let size: u64 = size.parse().map_err(|_| usage())?;
             let image = open_image(path, size)?;
-            let (device, name) = loopdev::attach(&image, path).at(STAGE, || format!("attach {path} to a loop device"))?;
-            Ok(Device::Loop { image: path.into(), device, name })
+            let (device, name) =
+                loopdev::attach(&image, path).at(STAGE, || format!("attach {path} to a loop device"))?;
+            Ok(Device::Loop { image: path.into(), _device: device, name })
         }
         _ => Err(usage()),
     }
@@ -52,7 +55,12 @@ pub fn attach_device(option: &str) -> Result<Device, Failure> {
 
 pub enum Device {
     Directory(String),
-    Loop { image: String, device: OwnedFd, name: String },
+    /// `_device` is held until the mount holds it.
+    Loop {
+        image: String,
+        _device: OwnedFd,
+        name: String,
+    },
 }
 
 fn open_image(path: &str, size: u64) -> Result<std::fs::File, Failure> {
@@ -69,7 +77,8 @@ fn open_image(path: &str, size: u64) -> Result<std::fs::File, Failure> {
 
 fn make_filesystem(path: &str) -> Result<(), Failure> {
     // Single copies: nothing here is worth a second one.
-    let made = Command::new("mkfs.btrfs").args(["-q", "-f", "-m", "single", "-d", "single", "-n", "16k", path]).output();
+    let made =
+        Command::new("mkfs.btrfs").args(["-q", "-f", "-m", "single", "-d", "single", "-n", "16k", path]).output();
     let output = match made {
         Ok(output) => output,
         Err(error) => {
@@ -111,7 +120,8 @@ fn quota_groups(device: &str) -> Option<OwnedFd> {
     let name = device.strip_prefix("/dev/")?;
     let filesystems = std::fs::read_dir("/sys/fs/btrfs").ok()?;
     let ours = filesystems.flatten().find(|fs| fs.path().join("devices").join(name).exists())?;
-    sys::openat(libc::AT_FDCWD, &c(ours.path().to_string_lossy().into_owned()), libc::O_RDONLY | libc::O_DIRECTORY, 0).ok()
+    sys::openat(libc::AT_FDCWD, &c(ours.path().to_string_lossy().into_owned()), libc::O_RDONLY | libc::O_DIRECTORY, 0)
+        .ok()
 }
 
 /// What is known of one upper.
@@ -128,7 +138,8 @@ fn name(slot: u32) -> String {
 impl Uppers {
     /// After the filesystem has been attached at `/u`.
     pub fn open(prepared: Prepared) -> Result<Self, Failure> {
-        let root = sys::openat(libc::AT_FDCWD, c"/u", libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, || "open /u".into())?;
+        let root =
+            sys::openat(libc::AT_FDCWD, c"/u", libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, || "open /u".into())?;
         sys::fchmod(&root, 0o711).at(STAGE, || "chmod /u".into())?;
         match sys::mkdirat(root.as_raw_fd(), c"spill", 0o1733) {
             Err(Errno(libc::EEXIST)) => Ok(()),
@@ -208,7 +219,8 @@ impl Uppers {
         let Uppers::Btrfs { root, .. } = self else { return Ok(()) };
         let name = name(slot);
         let at = || format!("limit {name} to {bytes} bytes");
-        let own = sys::openat(root.as_raw_fd(), &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
+        let own =
+            sys::openat(root.as_raw_fd(), &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
         btrfs::limit(&own, bytes).at(STAGE, at)
     }
 

@@ -95,7 +95,11 @@ impl Launcher {
             return wrong(format!("{count} layers; 1 to {} are possible", super::root::MAX_LAYERS), libc::EINVAL);
         }
         if let Some(digest) = request.layers.iter().find(|digest| !self.layers.contains_key(*digest)) {
-            return Err(Failure::new("layers", format!("layer {digest} is not known here; send it first"), libc::ENOENT));
+            return Err(Failure::new(
+                "layers",
+                format!("layer {digest} is not known here; send it first"),
+                libc::ENOENT,
+            ));
         }
         if self.socket_name(&request.socket).is_none() {
             return wrong(format!("{:?} is not a file in {}/sb", request.socket, self.run), libc::EINVAL);

@@ -81,6 +81,7 @@ pub fn enable_quota(fs: &OwnedFd) -> Result<&'static str> {
 /// Sets the hard limit in bytes of the subvolume that a directory is the root of.
 pub fn limit(subvolume: &OwnedFd, bytes: u64) -> Result<()> {
     // READ in the number's direction bits: the header says _IOR although the kernel reads.
-    let mut args = LimitArgs { group: 0, flags: LIMIT_REFERENCED, max_referenced: bytes, max_exclusive: 0, reserved: [0; 2] };
+    let mut args =
+        LimitArgs { group: 0, flags: LIMIT_REFERENCED, max_referenced: bytes, max_exclusive: 0, reserved: [0; 2] };
     ioctl(subvolume, request(2, 43, size_of::<LimitArgs>()), &mut args)
 }

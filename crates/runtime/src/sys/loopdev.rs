@@ -68,11 +68,11 @@ fn attached(path: &str, image: &std::fs::File) -> Result<Option<u32>> {
         let name = device.file_name().to_string_lossy().into_owned();
         let Some(number) = name.strip_prefix("loop").and_then(|n| n.parse().ok()) else { continue };
         let Ok(backing) = std::fs::read_to_string(device.path().join("loop/backing_file")) else { continue };
-        let same = std::fs::metadata(backing.trim_end()).is_ok_and(|m| m.ino() == wanted.ino() && m.dev() == wanted.dev());
+        let same =
+            std::fs::metadata(backing.trim_end()).is_ok_and(|m| m.ino() == wanted.ino() && m.dev() == wanted.dev());
         if same || backing.trim_end() == path {
             return Ok(Some(number));
         }
     }
     Ok(None)
 }
-

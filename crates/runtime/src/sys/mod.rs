@@ -1,7 +1,6 @@
 //! Thin, typed wrappers over the system calls that the standard library does not have.
 //!
-//! They enter the kernel themselves and return the error as a value, never through `errno`: a newborn PID 1 runs for a
-//! moment on the launcher's memory (`launcher::newborn`) and must not touch its thread-local storage.
+//! They enter the kernel themselves and return the error as a value, never through `errno`.
 
 pub mod btrfs;
 pub mod loopdev;
@@ -76,7 +75,11 @@ pub unsafe fn raw(number: libc::c_long, args: [usize; 6]) -> Result<usize> {
             in("rdx") args[2], in("r10") args[3], in("r8") args[4], in("r9") args[5],
             lateout("rcx") _, lateout("r11") _, options(nostack));
     }
-    if (-4095..0).contains(&result) { Err(Errno(-result as i32)) } else { Ok(result as usize) }
+    if (-4095..0).contains(&result) {
+        Err(Errno(-result as i32))
+    } else {
+        Ok(result as usize)
+    }
 }
 
 /// `sys!(SYS_x, a, b)`: one system call; integers and pointers alike are cast. Unsafe like `raw`.
@@ -178,14 +181,4 @@ pub fn now_us() -> u64 {
     // SAFETY: fills the structure given.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
     t.tv_sec as u64 * 1_000_000 + t.tv_nsec as u64 / 1000
-}
-
-/// `write_file` without an owner for the descriptor: for a newborn, who must not run destructors.
-pub fn write_static(path: &CStr, value: &[u8]) -> Result<()> {
-    unsafe {
-        let fd = sys!(SYS_openat, libc::AT_FDCWD, path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC, 0)?;
-        let written = sys!(SYS_write, fd, value.as_ptr(), value.len());
-        sys!(SYS_close, fd)?;
-        written.map(drop)
-    }
 }

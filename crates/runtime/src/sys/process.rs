@@ -24,22 +24,6 @@ pub struct CloneArgs {
     pub cgroup: u64,
 }
 
-/// Starts `run(argument)` in a new process on the stack that `args` names; returns its pid.
-///
-/// # Safety
-/// With CLONE_VM the child shares our memory: `run` may use nothing that another thread could not, and no thread-local
-/// storage; stack and argument must stay until it has executed a program or ended.
-pub unsafe fn clone_onto_stack<T>(args: &CloneArgs, run: extern "C" fn(*const T) -> !, argument: *const T) -> Result<i32> {
-    let result: isize;
-    // SAFETY: the child starts with an empty stack, so it may only call `run`, which never returns.
-    unsafe {
-        std::arch::asm!("syscall", "test rax, rax", "jnz 2f", "xor ebp, ebp", "mov rdi, r12", "call r13", "ud2", "2:",
-            inlateout("rax") libc::SYS_clone3 as isize => result, in("rdi") args, in("rsi") size_of::<CloneArgs>(),
-            in("r12") argument, in("r13") run, lateout("rcx") _, lateout("r11") _);
-    }
-    if result < 0 { Err(super::Errno(-result as i32)) } else { Ok(result as i32) }
-}
-
 pub fn pidfd_open(pid: i32) -> Result<OwnedFd> {
     unsafe { sys!(SYS_pidfd_open, pid, 0) }.map(own)
 }
@@ -56,11 +40,6 @@ pub fn reap(pidfd: &OwnedFd) -> Result<Option<i32>> {
     // SAFETY: waitid has filled the fields of a child, or left the pid 0.
     let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
     Ok((pid != 0).then_some(if info.si_code == libc::CLD_EXITED { status << 8 } else { status & 0x7f }))
-}
-
-/// Waits for our child behind a pidfd to end, and reaps it.
-pub fn wait(pidfd: &OwnedFd) -> Result<()> {
-    unsafe { sys!(SYS_waitid, libc::P_PIDFD, pidfd.as_raw_fd(), null::<u8>(), libc::WEXITED, 0) }.map(drop)
 }
 
 /// Waits up to so many microseconds for any process behind a pidfd to end.
