@@ -1,7 +1,7 @@
-"""A double of the platform for unit tests: trees overlaid on this machine's own root, in a mount namespace per command.
+"""A double of the platform for unit tests: trees overlaid on this machine's own root, in namespaces of each command.
 
 It isolates nothing and takes root; it lets a whole rollout run with real trees, tools and tests where no platform is up.
-The namespace of a command ends with it, so no mount is left.
+The namespaces of a command end with it, so no mount and no process is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsec.protocol.specs import Change, ChangeKind, ChangeSet, DSecContainerRunA
 _ENTER = """
 set -e
 mount -t overlay overlay -o "$1" "$2"
-mount --rbind /proc "$2/proc"
+mount -t proc proc "$2/proc"
 mount --rbind /dev "$2/dev"
 merged=$2 cwd=$3
 shift 3
@@ -101,7 +101,9 @@ class LocalSandbox:
     ) -> Done:
         command = (
             "unshare",
-            "-m",
+            "--mount",
+            "--pid",
+            "--fork",
             "sh",
             "-c",
             _ENTER,

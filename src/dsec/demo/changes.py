@@ -80,7 +80,7 @@ def sift(task: Task, changes: Iterable[Change]) -> Graded:
         if why is None and (change.kind is not ChangeKind.MKDIR or change.opaque):
             keep.append(change)
         elif why is not None and not _is_noise(path, change, why):
-            dropped.append(Dropped(_shown(path), change.kind, why, why.suspicious))
+            dropped.append(Dropped(shown(path), change.kind, why, why.suspicious))
     order = {ChangeKind.DELETE: 0, ChangeKind.MKDIR: 1}
     keep.sort(key=lambda change: (order.get(change.kind, 2), change.path))
     return Graded(tuple(keep), tuple(sorted(dropped, key=lambda drop: (not drop.suspicious, drop.path))))
@@ -127,7 +127,7 @@ def _is_noise(path: str, change: Change, why: Why) -> bool:
     )
 
 
-def _shown(path: str) -> str:
+def shown(path: str) -> str:
     """For people and JSON: relative to the workspace, undecodable bytes escaped."""
     text = path.removeprefix(_WORKSPACE) if path.startswith(_WORKSPACE) else f"/{path}"
     return text.encode("utf-8", "backslashreplace").decode()

@@ -21,13 +21,14 @@ _MEANING = {
 
 
 class ScriptRow(msgspec.Struct, frozen=True):
-    """Means over the valid rollouts of one script; None when there are none."""
+    """Means over the valid rollouts of one script; None when there are none. fooled: naively 1, in truth 0."""
 
     name: str
     meaning: str
     count: int
     reward: float | None
     naive: float | None
+    fooled: int
 
 
 class TaskRow(msgspec.Struct, frozen=True):
@@ -78,7 +79,8 @@ def script_rows(rollouts: Sequence[Rollout]) -> list[ScriptRow]:
     for script in Script:
         valid = [rollout for rollout in rollouts if rollout.script is script and rollout.valid]
         reward, naive = (_mean([getattr(r, field) for r in valid]) for field in ("reward", "naive_reward"))
-        rows.append(ScriptRow(script.value, _MEANING[script], len(valid), reward, naive))
+        fooled = sum(rollout.reward == 0 and rollout.naive_reward == 1 for rollout in valid)
+        rows.append(ScriptRow(script.value, _MEANING[script], len(valid), reward, naive, fooled))
     return rows
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from dsec import DSecContainerRunArgs, DSecError
-from dsec.demo.changes import INCLUDE, Graded, sift, why_not
+from dsec.demo.changes import INCLUDE, Graded, shown, sift, why_not
 from dsec.demo.errors import DemoError
 from dsec.demo.platform import Client, Result, Sandbox
 from dsec.demo.records import Life, Phase, Rollout, Span, Step
@@ -117,7 +117,7 @@ def _record(task: Task, script: Script, index: int, run: _Run, verdict: Verdict)
         steps=tuple(run.steps),
         failed=verdict.failed,
         dropped=run.graded.dropped,
-        graded_files=tuple(change.path.decode("utf-8", "backslashreplace") for change in run.graded.keep),
+        graded_files=tuple(shown(os.fsdecode(change.path)) for change in run.graded.keep),
         output=verdict.output,
         spans=tuple(run.spans),
         sandboxes=tuple(run.lives),

@@ -72,7 +72,8 @@ def closing(burst: Burst) -> list[str]:
     s = burst.summary
     lines = [
         "rewards are ours / naive, means over valid samples; times are p50 / p99",
-        f"{s.rollouts} rollouts of {s.tasks} tasks, {s.concurrency} at a time, in {s.wall_s:.1f} s: {s.valid} valid, {s.invalid} invalid;"
+        f"{s.rollouts} rollouts of {s.tasks} tasks, {s.concurrency} at a time, in {s.wall_s:.1f} s:"
+        f" {s.valid} valid, {s.invalid} invalid;"
         f" {s.sandboxes} sandboxes, {s.peak_sandboxes} at the peak; a tool call takes {_times(s.tool_call_ms)}",
     ]
     for rollout in burst.rollouts:

@@ -69,6 +69,8 @@ def _reason(task: Task, run: Outcomes, failed: Collection[FailedTest], unexpecte
         return f"conflicting results: {strange} reports that an honest run does not make"
     if run.timed_out:
         return f"tests ran into their deadline, {len(failed)} of {len(task.expected)} had not passed"
+    if run.status < 0 and failed:
+        return f"the test run was killed by signal {-run.status}, {len(failed)} of {len(task.expected)} had not passed"
     if not failed:
         return "passed"
     wanted = sum(test.list is List.FAIL_TO_PASS for test in failed)
