@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
+from collections.abc import Callable, Mapping
 
-import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import uvloop
-
-    POLICIES = {"asyncio": asyncio.DefaultEventLoopPolicy(), "uvloop": uvloop.EventLoopPolicy()}
+import uvloop
 
 
-@pytest.fixture(scope="session", params=list(POLICIES))
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    return POLICIES[request.param]
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
