@@ -142,7 +142,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-fn open_parts(value: Value) -> Option<(&str, Value)> {
+fn open_parts(value: Value<'_>) -> Option<(&str, Value<'_>)> {
     Some((value.get("m")?.str()?, value.get("p").filter(|p| p.is_map())?))
 }
 
@@ -156,7 +156,6 @@ pub enum Event<'a> {
     /// The bytes stay charged against the client's credit until `Ledger::consumed`.
     Data {
         stream: u32,
-        channel: u8,
         bytes: &'a [u8],
     },
     End {
@@ -253,8 +252,8 @@ impl Ledger {
         if flow.held > STREAM_CREDIT {
             return Err(ProtocolError("more than the stream's credit"));
         }
-        let (channel, bytes) = frame.payload.split_first().ok_or(ProtocolError("malformed payload"))?;
-        Ok(Event::Data { stream: frame.stream, channel: *channel, bytes })
+        let (_, bytes) = frame.payload.split_first().ok_or(ProtocolError("malformed payload"))?;
+        Ok(Event::Data { stream: frame.stream, bytes })
     }
 
     /// The server is done with `size` bytes of payload (channel byte included) of a stream.

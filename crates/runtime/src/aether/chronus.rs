@@ -1,0 +1,578 @@
+//! Chronus: the commands of a sandbox, from start to result.
+//!
+//! A command is its process, its log and its limits. It depends on no connection: followers read the log from a cursor,
+//! and a command that nobody follows runs on. One place (`reap`) learns how processes ended.
+
+use super::fault::Fault;
+use super::log::Log;
+use super::os::{self, Epoll, Fd, Scratch};
+use super::spawn::{self, Ends, Failed, Plan, Setting};
+use super::token;
+use crate::birth::Birth;
+use crate::msgpack::{Pack, Value};
+use std::collections::{BTreeMap, VecDeque};
+
+/// After the main process ended, output is awaited while it comes, but not for longer than this.
+const DRAIN: f64 = 0.2;
+/// ... and a pipe that a background process holds but that stays silent is drained after this.
+const QUIET: f64 = 0.05;
+/// Ended commands kept for those who come back for the result: number, bytes in files, bytes in memory.
+const KEPT: (usize, u64, usize) = (256, 64 << 20, 2 << 20);
+/// Bytes queued for a command's stdin before a writer has to wait.
+const STDIN_QUEUE: usize = 1 << 20;
+/// A command that writes more than it may keep is read at this pace, so that it cannot keep aether busy.
+const DISCARD_BURST: u64 = 1 << 20;
+const DISCARD_PAUSE: f64 = 0.005;
+const REAPS_A_TURN: usize = 512;
+const TITLE: usize = 1024;
+
+struct Stdin {
+    fd: Fd,
+    queue: Vec<u8>,
+    written: usize,
+    close_after: bool,
+}
+
+#[derive(Default, Clone, Copy)]
+struct Output {
+    seen: u64,
+    kept: u64,
+    truncated: bool,
+    open: bool,
+}
+
+pub enum State {
+    /// Cloned, not yet known to execute.
+    Starting(Fd),
+    Running,
+    Done,
+    Failed(Fault),
+}
+
+pub struct Command {
+    exec_id: String,
+    title: Vec<Vec<u8>>,
+    /// For messages about a failed start.
+    cwd: Vec<u8>,
+    user: String,
+    detached: bool,
+    pid: i32,
+    pub state: State,
+    pub log: Log,
+    outputs: [Output; 2],
+    merged: bool,
+    limit: u64,
+    started: f64,
+    started_unix: f64,
+    deadline: Option<f64>,
+    idle: Option<f64>,
+    last_output: f64,
+    stdin: Option<Stdin>,
+    /// DATA bytes of a stream that reached the pipe (or nobody any more): credit to give back.
+    stdin_taken: u32,
+    stdin_owed: u32,
+    killed: Option<&'static str>,
+    /// Wait status and time of the main process's end.
+    ended: Option<(i32, f64)>,
+    /// Exit code of a command that could not be executed (126, 127).
+    unexecuted: Option<i32>,
+}
+
+struct Pipe {
+    fd: Fd,
+    command: u32,
+    stream: u8,
+    discarded: u64,
+}
+
+pub struct Chronus {
+    pub birth: &'static Birth,
+    setting: Setting,
+    spill: i32,
+    commands: BTreeMap<u32, Command>,
+    pipes: BTreeMap<u32, Pipe>,
+    /// Pipes that are not read until some time.
+    paused: Vec<(f64, u32)>,
+    /// Control groups that still had processes in them when their command ended.
+    groups: VecDeque<u32>,
+    next: u32,
+}
+
+/// Seconds, or None for no limit. Defaults are the client's: what is not there has no limit.
+fn seconds(params: Value, name: &str) -> Result<Option<f64>, Fault> {
+    let Some(value) = params.get(name) else { return Ok(None) };
+    let seconds = value.f64().filter(|s| s.is_finite() && *s >= 0.0);
+    seconds.map(Some).ok_or_else(|| Fault::invalid(format!("{name} must be seconds, zero or more")))
+}
+
+fn flag(params: Value, name: &str) -> bool {
+    params.get(name).and_then(Value::bool).unwrap_or(false)
+}
+
+pub fn exec_id(params: Value<'_>) -> Result<&str, Fault> {
+    let fits = |id: &&str| {
+        (1..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"._:-".contains(&b))
+    };
+    let id = params.get("exec_id").and_then(Value::str).filter(fits);
+    id.ok_or_else(|| Fault::invalid("exec_id must be 1 to 64 characters of A-Z a-z 0-9 . _ : -"))
+}
+
+fn unknown(exec_id: &str) -> Fault {
+    Fault::new("not_found", format!("no command {exec_id:?} in this sandbox (or it ended long ago and was dropped)"))
+}
+
+impl Chronus {
+    pub fn new(birth: &'static Birth, setting: Setting, spill: i32) -> Chronus {
+        let (commands, pipes) = (BTreeMap::new(), BTreeMap::new());
+        Chronus { birth, setting, spill, commands, pipes, paused: Vec::new(), groups: VecDeque::new(), next: 1 }
+    }
+
+    pub fn get(&self, number: u32) -> Option<&Command> {
+        self.commands.get(&number)
+    }
+
+    pub fn find(&self, exec_id: &str) -> Result<u32, Fault> {
+        let matches =
+            |(_, command): &(&u32, &Command)| command.exec_id == exec_id && !matches!(command.state, State::Failed(_));
+        self.commands.iter().rev().find(matches).map(|(number, _)| *number).ok_or_else(|| unknown(exec_id))
+    }
+
+    /// Starts the command that `exec` asks for; its number.
+    pub fn start(&mut self, params: Value, epoll: &Epoll) -> Result<u32, Fault> {
+        let exec_id = exec_id(params)?.to_owned();
+        let plan = Plan::new(params, self.birth)?;
+        let now = os::now();
+        let limit = params.get("max_output_bytes").and_then(Value::u64).unwrap_or(16 << 20).min(self.birth.max_output);
+        let deadline = seconds(params, "timeout")?.map(|s| now + s);
+        let idle = seconds(params, "idle_timeout")?;
+        let first_input = params.get("stdin").and_then(Value::bytes).unwrap_or_default();
+        let fails = |errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno)));
+
+        let merged = flag(params, "merge_stderr");
+        let (status, status_end) = os::pipe(true, false).map_err(fails)?;
+        let (stdout, stdout_end) = os::pipe(true, false).map_err(fails)?;
+        let (stderr, stderr_end) = match merged {
+            true => (None, None),
+            false => os::pipe(true, false).map(|(reader, writer)| (Some(reader), Some(writer))).map_err(fails)?,
+        };
+        let stdin_open = flag(params, "stdin_open");
+        let (stdin, stdin_end) = match params.get("stdin").is_some() || stdin_open {
+            true => os::pipe(false, true).map(|(reader, writer)| (Some(writer), reader)).map_err(fails)?,
+            false => (None, os::open(libc::AT_FDCWD, c"/dev/null", libc::O_RDONLY, 0, os::SAFE).map_err(fails)?),
+        };
+        let number = self.next;
+        self.next += 1;
+        let watch = |fd: &Fd, kind, id| epoll.watch(fd.0, libc::EPOLLIN, token::make(kind, id)).map_err(fails);
+        watch(&status, token::STATUS, number)?;
+        let readers = [(0, Some(stdout)), (1, stderr)].into_iter().filter_map(|(stream, fd)| Some((stream, fd?)));
+        let mut pipes = Vec::with_capacity(2);
+        for (stream, fd) in readers {
+            let id = 2 * number + u32::from(stream);
+            watch(&fd, token::PIPE, id)?;
+            pipes.push((id, Pipe { fd, command: number, stream, discarded: 0 }));
+        }
+        let ends = Ends { stdin: stdin_end, stdout: stdout_end, stderr: stderr_end, status: status_end };
+        let pid = plan.start(number, &self.setting, &ends)?;
+        drop(ends);
+
+        let mut outputs = [Output::default(); 2];
+        pipes.iter().for_each(|(_, pipe)| outputs[usize::from(pipe.stream)].open = true);
+        self.pipes.extend(pipes);
+        let stdin = stdin.map(|fd| Stdin { fd, queue: first_input.to_vec(), written: 0, close_after: !stdin_open });
+        let command = Command {
+            exec_id,
+            title: plan.title(TITLE),
+            cwd: plan.cwd().to_vec(),
+            user: plan.user_name(),
+            detached: flag(params, "detached"),
+            pid,
+            state: State::Starting(status),
+            log: Log::default(),
+            outputs,
+            merged,
+            limit,
+            started: now,
+            started_unix: os::unix_time(),
+            deadline,
+            idle,
+            last_output: now,
+            stdin,
+            stdin_taken: 0,
+            stdin_owed: 0,
+            killed: None,
+            ended: None,
+            unexecuted: None,
+        };
+        self.commands.insert(number, command);
+        self.push_stdin(number, epoll);
+        Ok(number)
+    }
+
+    // -- what the kernel tells --
+
+    /// The status pipe: closed by a successful exec, else it carries the report of what failed.
+    pub fn on_status(&mut self, number: u32) {
+        let Some(command) = self.commands.get_mut(&number) else { return };
+        let State::Starting(status) = &command.state else { return };
+        let mut report = [0; spawn::REPORT];
+        match os::read(status.0, &mut report) {
+            Err(libc::EAGAIN | libc::EINTR) => return,
+            Ok(spawn::REPORT) => {}
+            _ => {
+                command.state = State::Running;
+                return;
+            }
+        }
+        let name = command.title.first().map_or(&[][..], |name| name);
+        match spawn::explain(&report, name, &command.cwd, &command.user) {
+            Failed::Fault(fault) => command.state = State::Failed(fault),
+            Failed::Shell { code, message } => {
+                command.unexecuted = Some(code);
+                command.state = State::Running;
+                command.keep(1, message.as_bytes(), self.spill);
+            }
+        }
+    }
+
+    pub fn on_pipe(&mut self, id: u32, epoll: &Epoll, scratch: &mut Scratch) {
+        let Some(pipe) = self.pipes.get_mut(&id) else { return };
+        let bytes = match scratch.read(pipe.fd.0) {
+            Err(libc::EAGAIN | libc::EINTR) => return,
+            Ok(bytes) if !bytes.is_empty() => bytes,
+            _ => {
+                let (number, stream) = (pipe.command, usize::from(pipe.stream));
+                self.pipes.remove(&id);
+                if let Some(command) = self.commands.get_mut(&number) {
+                    command.outputs[stream].open = false;
+                }
+                return;
+            }
+        };
+        let kept = match self.commands.get_mut(&pipe.command) {
+            Some(command) if !matches!(command.state, State::Done) => {
+                command.last_output = os::now();
+                command.keep(pipe.stream, bytes, self.spill)
+            }
+            _ => false,
+        };
+        if !kept {
+            pipe.discarded += bytes.len() as u64;
+        }
+        if pipe.discarded >= DISCARD_BURST {
+            pipe.discarded = 0;
+            let _ = epoll.watch(pipe.fd.0, 0, token::make(token::PIPE, id));
+            self.paused.push((os::now() + DISCARD_PAUSE, id));
+        }
+    }
+
+    /// Learns how processes ended, commands and the orphans of all. True: there may be more.
+    pub fn reap(&mut self) -> bool {
+        for _ in 0..REAPS_A_TURN {
+            let mut status = 0;
+            let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG | libc::__WALL) };
+            if pid <= 0 {
+                return false;
+            }
+            let main = |(_, command): &(&u32, &mut Command)| command.pid == pid && command.ended.is_none();
+            if let Some((number, command)) = self.commands.iter_mut().find(main) {
+                command.ended = Some((status, os::now()));
+                let number = *number;
+                self.on_status(number); // whatever it had to say about its start is in the pipe
+            }
+        }
+        true
+    }
+
+    // -- time --
+
+    /// When `tick` has something to do, on the clock of `os::now`.
+    pub fn next_tick(&self) -> Option<f64> {
+        let alarms = self.commands.values().filter_map(Command::alarm);
+        alarms.chain(self.paused.iter().map(|(until, _)| *until)).min_by(f64::total_cmp)
+    }
+
+    /// Ends what is over its time, and completes what ended. True: a command was completed.
+    pub fn tick(&mut self, epoll: &Epoll) -> bool {
+        let now = os::now();
+        self.paused.retain(|(until, id)| {
+            let wake = *until <= now;
+            if let (true, Some(pipe)) = (wake, self.pipes.get(id)) {
+                let _ = epoll.watch(pipe.fd.0, libc::EPOLLIN, token::make(token::PIPE, *id));
+            }
+            !wake
+        });
+        let mut completed = false;
+        for (number, command) in &mut self.commands {
+            if let Some(why) = command.overdue(now) {
+                command.killed = Some(why);
+                spawn::kill_tree(self.setting.cgroup2, *number, command.pid);
+            }
+            if command.complete(now) {
+                completed = true;
+                self.groups.push_back(*number);
+            }
+        }
+        if completed {
+            self.remove_groups();
+        }
+        completed
+    }
+
+    /// Removes empty groups of ended commands, a few at a time; those with background processes are tried again later.
+    fn remove_groups(&mut self) {
+        for _ in 0..self.groups.len().min(8) {
+            if let Some(number) = self.groups.pop_front() {
+                if !spawn::remove_group(self.setting.cgroup2, number) {
+                    self.groups.push_back(number);
+                }
+            }
+        }
+    }
+
+    /// Forgets the oldest ended commands beyond what is kept, but none that is followed.
+    pub fn forget(&mut self, followed: &dyn Fn(u32) -> bool) {
+        let (mut count, mut filed, mut memory) = (0, 0u64, 0usize);
+        let mut dropped = Vec::new();
+        for (number, command) in self.commands.iter().rev() {
+            let over = match command.state {
+                State::Starting(_) | State::Running => false,
+                State::Failed(_) => true, // worth nothing to those who come later
+                State::Done => {
+                    let weight = command.log.weight();
+                    (count, memory, filed) = (count + 1, memory + weight.0, filed + weight.1);
+                    count > KEPT.0 || filed > KEPT.1 || memory > KEPT.2
+                }
+            };
+            if over && !followed(*number) {
+                dropped.push(*number);
+            }
+        }
+        dropped.iter().for_each(|number| drop(self.commands.remove(number)));
+    }
+
+    // -- stdin --
+
+    pub fn stdin_write(&mut self, number: u32, bytes: &[u8], of_stream: bool, epoll: &Epoll) {
+        let Some(command) = self.commands.get_mut(&number) else { return };
+        if of_stream {
+            command.stdin_owed += 1 + bytes.len() as u32;
+        }
+        match &mut command.stdin {
+            Some(stdin) if !stdin.close_after => stdin.queue.extend_from_slice(bytes),
+            _ => {}
+        }
+        self.push_stdin(number, epoll);
+    }
+
+    pub fn stdin_close(&mut self, number: u32, epoll: &Epoll) {
+        if let Some(stdin) = self.commands.get_mut(&number).and_then(|command| command.stdin.as_mut()) {
+            stdin.close_after = true;
+        }
+        self.push_stdin(number, epoll);
+    }
+
+    /// Is there room in the queue? An empty queue takes anything; a stdin that is closed swallows it.
+    pub fn stdin_room(&self, number: u32, size: usize) -> bool {
+        let stdin = self.commands.get(&number).and_then(|command| command.stdin.as_ref());
+        let queued = stdin.map_or(0, |stdin| stdin.queue.len() - stdin.written);
+        queued == 0 || queued + size <= STDIN_QUEUE
+    }
+
+    pub fn stdin_is_open(&self, number: u32) -> bool {
+        let stdin = self.commands.get(&number).and_then(|command| command.stdin.as_ref());
+        stdin.is_some_and(|stdin| !stdin.close_after)
+    }
+
+    /// Payload bytes of the feeding stream whose credit may go back.
+    pub fn stdin_taken(&mut self, number: u32) -> u32 {
+        self.commands.get_mut(&number).map_or(0, |command| std::mem::take(&mut command.stdin_taken))
+    }
+
+    /// Moves queued bytes into the pipe, as far as it takes them.
+    pub fn push_stdin(&mut self, number: u32, epoll: &Epoll) {
+        let Some(command) = self.commands.get_mut(&number) else { return };
+        let open = command.stdin.as_mut().is_some_and(|stdin| stdin.push(token::make(token::STDIN, number), epoll));
+        if !open {
+            command.stdin = None;
+        }
+        command.settle_stdin();
+    }
+
+    /// The last reader of a command's stdin is gone: nothing written to it arrives any more.
+    pub fn stdin_gone(&mut self, number: u32) {
+        if let Some(command) = self.commands.get_mut(&number) {
+            command.stdin = None;
+            command.settle_stdin();
+        }
+    }
+
+    // -- requests about commands --
+
+    pub fn signal(&mut self, params: Value) -> Result<(), Fault> {
+        let number = self.find(exec_id(params)?)?;
+        let signal = params.get("signal").and_then(Value::u64).filter(|s| (1..=64).contains(s));
+        let signal = signal.ok_or_else(|| Fault::invalid("signal must be a number from 1 to 64"))? as i32;
+        let Some(command) = self.commands.get(&number) else { return Ok(()) };
+        if signal == libc::SIGKILL {
+            spawn::kill_tree(self.setting.cgroup2, number, command.pid);
+        } else if command.ended.is_none() {
+            unsafe { libc::kill(-command.pid, signal) };
+        }
+        Ok(())
+    }
+
+    pub fn list(&self) -> Vec<u8> {
+        let shown = || self.commands.values().filter(|command| !matches!(command.state, State::Failed(_)));
+        shown().fold(Pack::default().array(shown().count()), |pack, command| command.pack_info(pack)).0
+    }
+}
+
+impl Stdin {
+    /// False: this stdin is over.
+    fn push(&mut self, token: u64, epoll: &Epoll) -> bool {
+        while self.written < self.queue.len() {
+            match os::write(self.fd.0, &self.queue[self.written..]) {
+                Ok(size) => self.written += size,
+                Err(libc::EINTR) => {}
+                Err(libc::EAGAIN) => return epoll.watch(self.fd.0, libc::EPOLLOUT, token).is_ok(),
+                Err(_) => return false, // nobody reads any more
+            }
+        }
+        self.queue = Vec::new();
+        self.written = 0;
+        // without events, but the kernel still says when the last reader is gone
+        !self.close_after && epoll.watch(self.fd.0, 0, token).is_ok()
+    }
+}
+
+impl Command {
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    pub fn detached(&self) -> bool {
+        self.detached
+    }
+
+    /// Books what left the queue of stdin as credit that may go back.
+    fn settle_stdin(&mut self) {
+        let queued = self.stdin.as_ref().map_or(0, |stdin| stdin.queue.len() - stdin.written) as u32;
+        let taken = self.stdin_owed.saturating_sub(queued);
+        self.stdin_owed -= taken;
+        self.stdin_taken += taken;
+    }
+
+    /// Counts output, and keeps it as far as the limit goes. False: nothing of it was kept.
+    fn keep(&mut self, stream: u8, bytes: &[u8], spill: i32) -> bool {
+        let stream = if self.merged { 0 } else { stream };
+        let output = &mut self.outputs[usize::from(stream)];
+        output.seen += bytes.len() as u64;
+        let room = bytes.len().min((self.limit - output.kept) as usize);
+        let kept = !output.truncated && room > 0 && self.log.append(stream, &bytes[..room], spill);
+        if kept {
+            output.kept += room as u64;
+        }
+        output.truncated |= !kept || room < bytes.len();
+        kept
+    }
+
+    fn active(&self) -> bool {
+        matches!(self.state, State::Starting(_) | State::Running)
+    }
+
+    /// The next moment at which time alone changes something.
+    fn alarm(&self) -> Option<f64> {
+        if !self.active() {
+            return None;
+        }
+        match self.ended {
+            Some((_, at)) => Some((at + DRAIN).min(at.max(self.last_output) + QUIET)),
+            None if self.killed.is_some() => None,
+            None => [self.deadline, self.idle.map(|idle| self.last_output + idle)]
+                .into_iter()
+                .flatten()
+                .min_by(f64::total_cmp),
+        }
+    }
+
+    /// Why the command must be killed now, if it must.
+    fn overdue(&self, now: f64) -> Option<&'static str> {
+        if !self.active() || self.ended.is_some() || self.killed.is_some() {
+            return None;
+        }
+        let late = self.deadline.filter(|deadline| *deadline <= now).map(|_| "deadline");
+        late.or(self.idle.filter(|idle| self.last_output + idle <= now).map(|_| "idle"))
+    }
+
+    /// The main process ended and its output is drained (or waited for long enough): the result stands from now on.
+    fn complete(&mut self, now: f64) -> bool {
+        let drained = self.outputs.iter().all(|output| !output.open) || self.alarm().is_some_and(|alarm| alarm <= now);
+        if self.ended.is_none() || !matches!(self.state, State::Running) || !drained {
+            return false;
+        }
+        self.state = State::Done;
+        self.stdin = None;
+        self.settle_stdin();
+        self.log.seal();
+        true
+    }
+
+    /// Exit code and signal, as a shell tells them.
+    fn outcome(&self) -> (u64, Option<String>) {
+        match (self.unexecuted, self.ended) {
+            (Some(code), _) => (code as u64, None),
+            (None, Some((status, _))) if libc::WIFSIGNALED(status) => {
+                let signal = libc::WTERMSIG(status);
+                (128 + signal as u64, Some(signal_name(signal)))
+            }
+            (None, Some((status, _))) => (libc::WEXITSTATUS(status) as u64, None),
+            (None, None) => (0, None),
+        }
+    }
+
+    /// The reply to those who follow: `ExecDone`.
+    pub fn pack_done(&self, incarnation: u64) -> Vec<u8> {
+        let (code, signal) = self.outcome();
+        let timed_out = self.killed.filter(|_| signal.as_deref() == Some("KILL"));
+        let [stdout, stderr] = self.outputs;
+        let duration = self.ended.map_or(0.0, |(_, at)| at - self.started);
+        let text = |pack: Pack, text: Option<&str>| match text {
+            Some(text) => pack.str(text),
+            None => pack.nil(),
+        };
+        let pack = Pack::default().map(10).str("exec_id").str(&self.exec_id).str("exit_code").uint(code);
+        let pack = text(pack.str("signal"), signal.as_deref());
+        let pack = pack.str("stdout_bytes").uint(stdout.seen).str("stderr_bytes").uint(stderr.seen);
+        let pack = pack.str("stdout_truncated").bool(stdout.truncated).str("stderr_truncated").bool(stderr.truncated);
+        let pack = text(pack.str("timed_out"), timed_out);
+        pack.str("duration_s").float(duration).str("incarnation").uint(incarnation).0
+    }
+
+    fn pack_info(&self, pack: Pack) -> Pack {
+        let (code, signal) = self.outcome();
+        let done = matches!(self.state, State::Done);
+        let mut pack = pack.map(10).str("exec_id").str(&self.exec_id).str("argv").array(self.title.len());
+        pack = self.title.iter().fold(pack, |pack, argument| pack.bin(argument));
+        pack = pack.str("running").bool(!done).str("started_at").float(self.started_unix);
+        pack = pack.str("detached").bool(self.detached).str("pid").uint(self.pid as u64).str("exit_code");
+        pack = if done { pack.uint(code) } else { pack.nil() }.str("signal");
+        pack = match signal {
+            Some(name) if done => pack.str(&name),
+            _ => pack.nil(),
+        };
+        pack.str("stdout_bytes").uint(self.outputs[0].seen).str("stderr_bytes").uint(self.outputs[1].seen)
+    }
+}
+
+/// A signal's name without SIG; real-time ones by number.
+fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE", "ALRM",
+        "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ", "VTALRM", "PROF",
+        "WINCH", "IO", "PWR", "SYS",
+    ];
+    match NAMES.get(signal as usize - 1) {
+        Some(name) => (*name).to_owned(),
+        None => format!("RTMIN+{}", signal - 34),
+    }
+}

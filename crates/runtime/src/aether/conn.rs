@@ -1,0 +1,448 @@
+//! One connection of the edge: bytes in, bytes out, and what is at work on its streams.
+
+use super::chronus::{self, Chronus, State};
+use super::fault::Fault;
+use super::files;
+use super::log::Place;
+use super::os::{self, Epoll, Fd, Scratch};
+use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, MAX_DROPPED, MAX_PAYLOAD};
+use crate::msgpack::{Pack, Value};
+
+/// No work is done for a connection that has so much to send.
+const OUT_HIGH: usize = 256 * 1024;
+/// Steps of long work a turn; each moves at most one frame of data.
+const STEPS_A_TURN: usize = 16;
+const MAX_STREAMS: usize = 4096;
+
+/// What a request of files is to its stream: it takes the client's data, and is stepped until it is done.
+pub trait Job {
+    fn data(&mut self, _bytes: &[u8]) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// A bounded piece of work.
+    fn step(&mut self, sink: &mut Sink) -> Result<Step, Fault>;
+}
+
+pub enum Step {
+    /// There is more to do at once.
+    More,
+    /// Nothing to do before credit or data comes.
+    Wait,
+    Done(Vec<u8>),
+}
+
+/// Where a job puts its data.
+pub struct Sink<'a> {
+    ledger: &'a mut Ledger,
+    out: &'a mut Vec<u8>,
+    stream: u32,
+}
+
+impl Sink<'_> {
+    /// Sends at most `most` bytes that `fill` writes in place; how many. 0 without credit, or when `fill` had nothing.
+    pub fn data(&mut self, channel: u8, most: usize, fill: impl FnOnce(&mut [u8]) -> usize) -> usize {
+        self.ledger.put_data(self.stream, channel, self.out, most, fill)
+    }
+
+    pub fn has_room(&self) -> bool {
+        self.ledger.room(self.stream) > 1
+    }
+}
+
+enum Work {
+    /// Output of a command from a place on, then its result. `feeds`: the stream's data is the command's stdin.
+    Follow {
+        command: u32,
+        place: Option<Place>,
+        cursor: u64,
+        feeds: bool,
+    },
+    /// The reply comes when the command has started.
+    Started {
+        command: u32,
+    },
+    /// Data for a command's stdin that waits for room in its queue.
+    Write {
+        command: u32,
+        data: Vec<u8>,
+    },
+    Job(Box<dyn Job>),
+}
+
+enum Outcome {
+    Reply(Vec<u8>),
+    Work(Work),
+}
+
+/// What requests work on.
+pub struct Context<'a> {
+    pub chronus: &'a mut Chronus,
+    pub epoll: &'a Epoll,
+}
+
+pub struct Conn {
+    fd: Fd,
+    pub token: u64,
+    /// None until the preamble came.
+    pub greeted: bool,
+    dropped: usize,
+    input: Vec<u8>,
+    out: Vec<u8>,
+    sent: usize,
+    /// Waiting for the socket to take more.
+    blocked: bool,
+    ledger: Ledger,
+    works: Vec<(u32, Work)>,
+    next: usize,
+}
+
+/// What a turn of reading brought.
+pub enum Read {
+    Nothing,
+    Greeting(Preamble),
+    Closed,
+}
+
+impl Conn {
+    pub fn new(fd: Fd, token: u64) -> Conn {
+        let (input, out, works) = (Vec::new(), Vec::new(), Vec::new());
+        let ledger = Ledger::new();
+        Conn { fd, token, greeted: false, dropped: 0, input, out, sent: 0, blocked: false, ledger, works, next: 0 }
+    }
+
+    pub fn follows(&self, number: u32) -> bool {
+        self.works.iter().any(|(_, work)| match work {
+            Work::Follow { command, .. } | Work::Started { command } => *command == number,
+            _ => false,
+        })
+    }
+
+    pub fn is_blocked(&self) -> bool {
+        self.blocked
+    }
+
+    pub fn is_quiet(&self) -> bool {
+        self.works.is_empty() && self.out.is_empty() && self.input.is_empty()
+    }
+
+    // -- input --
+
+    /// Reads what is there, at most one scratch of it.
+    pub fn read(&mut self, scratch: &mut Scratch, context: &mut Context) -> Read {
+        let bytes = match scratch.read(self.fd.0) {
+            Err(libc::EAGAIN | libc::EINTR) => return Read::Nothing,
+            Ok(bytes) if !bytes.is_empty() => bytes,
+            _ => return Read::Closed,
+        };
+        if !self.greeted {
+            self.input.extend_from_slice(bytes);
+            return self.look_for_greeting();
+        }
+        let result = if self.input.is_empty() {
+            self.frames(bytes, context).map(|used| self.input.extend_from_slice(&bytes[used..]))
+        } else {
+            self.input.extend_from_slice(bytes);
+            self.buffered_frames(context)
+        };
+        if result.is_err() {
+            return Read::Closed;
+        }
+        Read::Nothing
+    }
+
+    fn look_for_greeting(&mut self) -> Read {
+        let (used, found) = Preamble::find(&self.input);
+        self.input.drain(..used);
+        self.dropped += used;
+        match found {
+            Some(preamble) => Read::Greeting(preamble),
+            None if self.dropped > MAX_DROPPED => Read::Closed,
+            None => Read::Nothing,
+        }
+    }
+
+    /// Answers the preamble; then what was sent behind it is taken.
+    pub fn greet(&mut self, preamble: Preamble, epoch: u64, context: &mut Context) -> Result<(), ProtocolError> {
+        self.greeted = true;
+        self.out.extend_from_slice(&Preamble { epoch, ..preamble }.bytes());
+        self.buffered_frames(context)
+    }
+
+    /// Tells a client of an older epoch which one is held now; it is then dropped.
+    pub fn refuse(&mut self, preamble: Preamble, epoch: u64, epoll: &Epoll) {
+        self.out.extend_from_slice(&Preamble { epoch, ..preamble }.bytes());
+        self.flush(epoll);
+    }
+
+    fn buffered_frames(&mut self, context: &mut Context) -> Result<(), ProtocolError> {
+        let mut input = std::mem::take(&mut self.input);
+        let used = self.frames(&input, context)?;
+        input.drain(..used);
+        if !input.is_empty() {
+            self.input = input;
+        }
+        Ok(())
+    }
+
+    /// Acts on every whole frame of `bytes`; how many bytes they were.
+    fn frames(&mut self, bytes: &[u8], context: &mut Context) -> Result<usize, ProtocolError> {
+        let mut used = 0;
+        while let Some((frame, size)) = Frame::parse(&bytes[used..])? {
+            self.frame(frame, context)?;
+            used += size;
+        }
+        Ok(used)
+    }
+
+    fn frame(&mut self, frame: Frame, context: &mut Context) -> Result<(), ProtocolError> {
+        match self.ledger.admit(frame, &mut self.out)? {
+            Event::Open { stream, method, params } => {
+                let outcome = match self.works.len() < MAX_STREAMS {
+                    true => request(method, params, context),
+                    false => Err(Fault::new("capacity", "too many requests at once on one connection").retryable()),
+                };
+                match outcome {
+                    Ok(Outcome::Work(work)) => self.works.push((stream, work)),
+                    Ok(Outcome::Reply(payload)) => self.finish(stream, Ok(payload)),
+                    Err(fault) => self.finish(stream, Err(fault)),
+                }
+            }
+            Event::Data { stream, bytes } => self.data(stream, Some(bytes), context),
+            Event::End { stream } => self.data(stream, None, context),
+            Event::Cancel { stream } => self.works.retain(|(id, _)| *id != stream),
+            Event::Ping { bytes } => Frame { kind: Kind::Pong, stream: 0, payload: bytes }.put(&mut self.out),
+            Event::Nothing => {}
+        }
+        Ok(())
+    }
+
+    /// Data of the client, or its end.
+    fn data(&mut self, stream: u32, bytes: Option<&[u8]>, context: &mut Context) {
+        let size = bytes.map_or(0, |bytes| 1 + bytes.len() as u32);
+        let work = self.works.iter_mut().find(|(id, _)| *id == stream);
+        let result = match (work.map(|(_, work)| work), bytes) {
+            (Some(Work::Follow { command, feeds: true, .. }), Some(bytes)) => {
+                // credit goes back as the command reads, see `step`
+                return context.chronus.stdin_write(*command, bytes, true, context.epoll);
+            }
+            (Some(Work::Follow { command, feeds: true, .. }), None) => {
+                return context.chronus.stdin_close(*command, context.epoll);
+            }
+            (Some(Work::Job(job)), Some(bytes)) => job.data(bytes),
+            (Some(Work::Job(job)), None) => job.end(),
+            _ => Ok(()),
+        };
+        self.ledger.consumed(stream, size, &mut self.out);
+        if let Err(fault) = result {
+            self.works.retain(|(id, _)| *id != stream);
+            self.finish(stream, Err(fault));
+        }
+    }
+
+    // -- work --
+
+    fn finish(&mut self, stream: u32, result: Result<Vec<u8>, Fault>) {
+        let (kind, payload) = match result {
+            Ok(payload) if payload.len() > MAX_PAYLOAD => {
+                (Kind::Error, Fault::new("too_large", "the answer is longer than a frame").pack())
+            }
+            Ok(payload) => (Kind::Reply, payload),
+            Err(fault) => (Kind::Error, fault.pack()),
+        };
+        Frame { kind, stream, payload: &payload }.put(&mut self.out);
+        self.ledger.close(stream, &mut self.out);
+    }
+
+    /// Does a bounded amount of the work at hand, each stream in its turn. True: there is more at once.
+    pub fn pump(&mut self, scratch: &mut Scratch, context: &mut Context) -> bool {
+        let mut idle = 0;
+        for _ in 0..STEPS_A_TURN.max(self.works.len()) {
+            if idle >= self.works.len() || self.out.len() - self.sent >= OUT_HIGH {
+                break;
+            }
+            self.next %= self.works.len();
+            let stream = self.works[self.next].0;
+            match self.step(scratch, context) {
+                Ok(Step::More) => (self.next, idle) = (self.next + 1, 0),
+                Ok(Step::Wait) => (self.next, idle) = (self.next + 1, idle + 1),
+                Ok(Step::Done(payload)) => {
+                    self.works.remove(self.next);
+                    self.finish(stream, Ok(payload));
+                }
+                Err(fault) => {
+                    self.works.remove(self.next);
+                    self.finish(stream, Err(fault));
+                }
+            }
+        }
+        idle < self.works.len()
+    }
+
+    fn step(&mut self, scratch: &mut Scratch, context: &mut Context) -> Result<Step, Fault> {
+        let Conn { works, ledger, out, next, .. } = self;
+        let (stream, work) = &mut works[*next];
+        let mut sink = Sink { ledger, out, stream: *stream };
+        let chronus = &mut *context.chronus;
+        match work {
+            Work::Job(job) => job.step(&mut sink),
+            Work::Started { command } => match chronus.get(*command).map(|c| (&c.state, c.pid())) {
+                Some((State::Starting(_), _)) => Ok(Step::Wait),
+                Some((State::Failed(fault), _)) => Err(fault.clone()),
+                Some((_, pid)) => Ok(Step::Done(Pack::default().map(1).str("pid").uint(pid as u64).0)),
+                None => Err(gone()),
+            },
+            Work::Write { command, data } if chronus.stdin_room(*command, data.len()) => {
+                chronus.stdin_write(*command, data, false, context.epoll);
+                Ok(Step::Done(Pack::default().map(0).0))
+            }
+            Work::Write { .. } => Ok(Step::Wait),
+            Work::Follow { command, place, cursor, feeds } => {
+                if *feeds {
+                    let taken = chronus.stdin_taken(*command);
+                    sink.ledger.consumed(*stream, taken, sink.out);
+                }
+                let incarnation = chronus.birth.incarnation;
+                let command = chronus.get(*command).ok_or_else(gone)?;
+                follow(command, place, *cursor, incarnation, &mut sink, scratch)
+            }
+        }
+    }
+
+    // -- output --
+
+    /// Sends what the socket takes. False: the connection is lost.
+    pub fn flush(&mut self, epoll: &Epoll) -> bool {
+        while self.sent < self.out.len() {
+            let rest = &self.out[self.sent..];
+            let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+            match os::check(unsafe { libc::send(self.fd.0, rest.as_ptr().cast(), rest.len(), flags) } as i64) {
+                Ok(size) => self.sent += size as usize,
+                Err(libc::EINTR) => {}
+                Err(libc::EAGAIN) => return self.wait_to_send(true, epoll),
+                Err(_) => return false,
+            }
+        }
+        self.sent = 0;
+        self.out.clear();
+        if self.works.is_empty() && self.out.capacity() > 8 * HEADER {
+            self.out = Vec::new();
+        }
+        self.wait_to_send(false, epoll)
+    }
+
+    fn wait_to_send(&mut self, blocked: bool, epoll: &Epoll) -> bool {
+        if self.blocked == blocked {
+            return true;
+        }
+        self.blocked = blocked;
+        let events = libc::EPOLLIN | if blocked { libc::EPOLLOUT } else { 0 };
+        epoll.watch(self.fd.0, events, self.token).is_ok()
+    }
+}
+
+fn gone() -> Fault {
+    Fault::new("not_found", "the command ended long ago and was dropped")
+}
+
+/// One frame of a command's output, or its result once everything was sent.
+fn follow(
+    command: &chronus::Command,
+    place: &mut Option<Place>,
+    cursor: u64,
+    incarnation: u64,
+    sink: &mut Sink,
+    scratch: &mut Scratch,
+) -> Result<Step, Fault> {
+    let unreadable = |errno| Fault::internal("cannot read the command's output back", errno);
+    let mut at = match *place {
+        Some(place) => place,
+        None => command.log.locate(cursor, scratch).map_err(unreadable)?,
+    };
+    let behind = command.log.behind(&at) as usize;
+    let step = if behind > 0 && sink.has_room() {
+        let channel = 1 + command.log.next_stream(&mut at, scratch).map_err(unreadable)?;
+        let mut failure = None;
+        sink.data(channel, behind, |room| match command.log.read(&mut at, room, scratch) {
+            Ok(size) => size,
+            Err(errno) => {
+                failure = Some(errno);
+                0
+            }
+        });
+        match failure {
+            Some(errno) => Err(unreadable(errno)),
+            None => Ok(Step::More),
+        }
+    } else {
+        match &command.state {
+            _ if behind > 0 => Ok(Step::Wait),
+            State::Done => Ok(Step::Done(command.pack_done(incarnation))),
+            State::Failed(fault) => Err(fault.clone()),
+            _ => Ok(Step::Wait),
+        }
+    };
+    *place = Some(at);
+    step
+}
+
+/// Begins what a client asks for.
+fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome, Fault> {
+    let Context { chronus, epoll } = context;
+    let nothing = || Ok(Outcome::Reply(Pack::default().map(0).0));
+    let number = || chronus::exec_id(params);
+    match method {
+        "hello" => {
+            let birth = chronus.birth;
+            let pack =
+                Pack::default().map(3).str("sandbox").str(&birth.sandbox).str("incarnation").uint(birth.incarnation);
+            Ok(Outcome::Reply(pack.str("version").str(env!("CARGO_PKG_VERSION")).0))
+        }
+        "exec" => {
+            let (command, feeds) = match chronus.find(number()?) {
+                Ok(command) => (command, false),
+                Err(_) => (chronus.start(params, epoll)?, true),
+            };
+            let follow = params.get("follow").and_then(Value::bool).unwrap_or(true);
+            match follow || !chronus.get(command).is_some_and(chronus::Command::detached) {
+                true => Ok(Outcome::Work(Work::Follow { command, place: None, cursor: cursor(params)?, feeds })),
+                false => Ok(Outcome::Work(Work::Started { command })),
+            }
+        }
+        "exec.attach" => {
+            let command = chronus.find(number()?)?;
+            Ok(Outcome::Work(Work::Follow { command, place: None, cursor: cursor(params)?, feeds: false }))
+        }
+        "exec.write" => {
+            let command = chronus.find(number()?)?;
+            let data = params.get("data").and_then(Value::bytes).ok_or_else(|| Fault::invalid("data must be bytes"))?;
+            match chronus.stdin_is_open(command) {
+                true => Ok(Outcome::Work(Work::Write { command, data: data.to_vec() })),
+                false => Err(Fault::new("conflict", "the command's stdin is closed, or was never open")
+                    .hint("start the command with stdin_open")),
+            }
+        }
+        "exec.close_stdin" => {
+            let command = chronus.find(number()?)?;
+            chronus.stdin_close(command, epoll);
+            nothing()
+        }
+        "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
+        "exec.list" => Ok(Outcome::Reply(chronus.list())),
+        _ => match files::request(method, params, chronus.birth)? {
+            files::Answer::Reply(payload) => Ok(Outcome::Reply(payload)),
+            files::Answer::Job(job) => Ok(Outcome::Work(Work::Job(job))),
+        },
+    }
+}
+
+fn cursor(params: Value) -> Result<u64, Fault> {
+    match params.get("cursor") {
+        None => Ok(0),
+        Some(cursor) => cursor.u64().ok_or_else(|| Fault::invalid("cursor must be a byte count")),
+    }
+}

@@ -1,0 +1,445 @@
+//! Files of the sandbox, served by aether itself, as the user who asks.
+//!
+//! Every path is walked by `openat2`, which refuses the magic links of /proc: they would lead to aether's own descriptors.
+//! Ordinary links are followed, since aether's root is the sandbox's. What changes a directory is done by (directory
+//! descriptor, last name), never by path.
+
+use super::conn::{Job, Sink, Step};
+use super::fault::Fault;
+use super::os::{self, check, cstring, Fd, SAFE};
+use super::users::{self, User};
+use crate::birth::Birth;
+use crate::msgpack::{Pack, Value};
+use std::ffi::{CStr, CString};
+
+const MAX_LINKS: usize = 40;
+
+pub enum Answer {
+    Reply(Vec<u8>),
+    Job(Box<dyn Job>),
+}
+
+fn job(job: impl Job + 'static) -> Result<Answer, Fault> {
+    Ok(Answer::Job(Box::new(job)))
+}
+
+fn nothing() -> Result<Answer, Fault> {
+    Ok(Answer::Reply(Pack::default().map(0).0))
+}
+
+pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fault> {
+    if !method.starts_with("fs.") {
+        return Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's")));
+    }
+    let wanted = params.get("user").and_then(Value::str).unwrap_or(&birth.init_user);
+    let user = users::look_up(if wanted.is_empty() { "root" } else { wanted })?;
+    let path = |name: &str| path(params, name, birth);
+    let flag = |name: &str, default| params.get(name).and_then(Value::bool).unwrap_or(default);
+    let _acting = Acting::new(&user)?;
+    match method {
+        "fs.stat" => stat(&path("path")?, flag("follow", true)),
+        "fs.read" => {
+            job(ReadFile::open(&path("path")?, number(params, "offset")?.unwrap_or(0), number(params, "length")?)?)
+        }
+        "fs.write" => job(WriteFile::open(&path("path")?, mode(params)?, owner(params)?, user.clone())?),
+        "fs.mkdir" => make_directory(&path("path")?, mode(params)?, flag("parents", false)),
+        "fs.move" => rename(&path("source")?, &path("target")?),
+        _ => Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's"))),
+    }
+}
+
+// -- parameters --
+
+/// A path, absolute or seen from the sandbox's working directory.
+fn path(params: Value, name: &str, birth: &Birth) -> Result<CString, Fault> {
+    let bytes =
+        params.get(name).and_then(Value::bytes).ok_or_else(|| Fault::invalid(format!("{name} must be bytes")))?;
+    if bytes.is_empty() {
+        return Err(Fault::new("file_not_found", format!("{name} is empty")));
+    }
+    let base = if bytes.starts_with(b"/") { "" } else { &birth.workdir };
+    let whole = [base.as_bytes(), b"/", bytes].concat();
+    cstring(&whole[usize::from(base.is_empty() && bytes.starts_with(b"/"))..]).map_err(|_| {
+        Fault::new("file_invalid", format!("{name} {:?} has a NUL byte in it", String::from_utf8_lossy(bytes)))
+    })
+}
+
+fn number(params: Value, name: &str) -> Result<Option<u64>, Fault> {
+    let whole = |value: Value| value.u64().filter(|n| *n <= i64::MAX as u64);
+    let wrong = || Fault::invalid(format!("{name} must be a whole number, zero or more"));
+    params.get(name).map(|value| whole(value).ok_or_else(wrong)).transpose()
+}
+
+fn mode(params: Value) -> Result<Option<u32>, Fault> {
+    match number(params, "mode")? {
+        Some(mode) if mode > 0o7777 => Err(Fault::invalid("mode must be permission bits, at most 0o7777")),
+        mode => Ok(mode.map(|mode| mode as u32)),
+    }
+}
+
+/// `user` (its own group) or `user:group`, as ids.
+fn owner(params: Value) -> Result<Option<(u32, u32)>, Fault> {
+    let Some(owner) = params.get("owner") else { return Ok(None) };
+    let owner = owner.str().ok_or_else(|| Fault::invalid("owner must be \"user\" or \"user:group\""))?;
+    users::look_up(owner).map(|user| Some((user.uid, user.gid)))
+}
+
+// -- who --
+
+/// While it lives, files are accessed as that user: the kernel takes the capabilities over files away with the id.
+pub struct Acting {
+    changed: bool,
+}
+
+impl Acting {
+    pub fn new(user: &User) -> Result<Acting, Fault> {
+        if user.uid == 0 {
+            return Ok(Acting { changed: false });
+        }
+        let acting = Acting { changed: true };
+        let ids = unsafe {
+            libc::syscall(libc::SYS_setgroups, user.groups.len(), user.groups.as_ptr());
+            libc::syscall(libc::SYS_setfsgid, user.gid);
+            libc::syscall(libc::SYS_setfsuid, user.uid);
+            stay_hidden();
+            // these calls tell no failure, only what is in force
+            (libc::syscall(libc::SYS_setfsuid, u32::MAX), libc::syscall(libc::SYS_setfsgid, u32::MAX))
+        };
+        match ids == (user.uid.into(), user.gid.into()) {
+            true => Ok(acting),
+            false => {
+                Err(Fault::invalid(format!("cannot act as user {}:{}: not ids of the sandbox", user.uid, user.gid)))
+            }
+        }
+    }
+}
+
+/// A change of ids can make a process traceable, by a setting of the machine; aether must never be.
+unsafe fn stay_hidden() {
+    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0) };
+}
+
+impl Drop for Acting {
+    fn drop(&mut self) {
+        if self.changed {
+            unsafe {
+                libc::syscall(libc::SYS_setfsuid, 0);
+                libc::syscall(libc::SYS_setfsgid, 0);
+                libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<u32>());
+                stay_hidden();
+            }
+        }
+    }
+}
+
+// -- where --
+
+/// Directory and last name of a path; directories that are missing are made when asked for.
+pub struct Place {
+    pub dir: Fd,
+    pub name: CString,
+}
+
+impl Place {
+    pub fn of(path: &CStr, make_parents: bool) -> Result<Place, Fault> {
+        Place::below(libc::AT_FDCWD, path, make_parents).map_err(|errno| Fault::file(errno, path.to_bytes()))
+    }
+
+    fn below(dir: i32, path: &CStr, make_parents: bool) -> os::Result<Place> {
+        let bytes = path.to_bytes();
+        let end = bytes.iter().rposition(|b| *b != b'/').map_or(0, |last| last + 1);
+        let start = bytes[..end].iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
+        let (parent, name) = (&bytes[..start], &bytes[start..end]);
+        if name.is_empty() || name == b"." || name == b".." {
+            return Err(libc::EISDIR);
+        }
+        let parent = cstring(if parent.is_empty() { b"." } else { parent })?;
+        let dir = match open_directory(dir, &parent) {
+            Err(libc::ENOENT) if make_parents => make_directories(dir, parent.to_bytes())?,
+            other => other?,
+        };
+        Ok(Place { dir, name: cstring(name)? })
+    }
+
+    /// Where a write to the path really goes: a link as last name is followed.
+    fn of_target(path: &CStr, make_parents: bool) -> Result<Place, Fault> {
+        let fault = |errno| Fault::file(errno, path.to_bytes());
+        let mut place = Place::of(path, make_parents)?;
+        for _ in 0..MAX_LINKS {
+            match os::lstat(place.dir.0, &place.name) {
+                Ok(stat) if kind(&stat) == libc::S_IFLNK => {
+                    let target = os::readlink(place.dir.0, &place.name).and_then(|target| cstring(&target));
+                    let target = target.map_err(fault)?;
+                    place = Place::below(place.dir.0, &target, make_parents).map_err(fault)?;
+                }
+                _ => return Ok(place),
+            }
+        }
+        Err(fault(libc::ELOOP))
+    }
+}
+
+fn open_directory(dir: i32, path: &CStr) -> os::Result<Fd> {
+    os::open(dir, path, libc::O_PATH | libc::O_DIRECTORY, 0, SAFE)
+}
+
+/// `mkdir -p`, name by name: a path as a whole could lead through a magic link.
+fn make_directories(dir: i32, path: &[u8]) -> os::Result<Fd> {
+    let mut at = open_directory(dir, if path.starts_with(b"/") { c"/" } else { c"." })?;
+    for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+        let name = cstring(name)?;
+        at = match open_directory(at.0, &name) {
+            Err(libc::ENOENT) => match check(unsafe { libc::mkdirat(at.0, name.as_ptr(), 0o755) }) {
+                Ok(_) | Err(libc::EEXIST) => open_directory(at.0, &name)?,
+                Err(errno) => return Err(errno),
+            },
+            other => other?,
+        };
+    }
+    Ok(at)
+}
+
+pub fn kind(stat: &libc::stat) -> u32 {
+    stat.st_mode & libc::S_IFMT
+}
+
+/// Opens a regular file and nothing else. Looked at before it is opened: opening alone moves FIFOs and devices.
+pub fn open_regular(dir: i32, path: &CStr, resolve: u64) -> os::Result<(Fd, libc::stat)> {
+    let is_regular = |stat: &libc::stat| match kind(stat) {
+        libc::S_IFREG => Ok(()),
+        libc::S_IFDIR => Err(libc::EISDIR),
+        _ => Err(libc::ENXIO),
+    };
+    let seen = os::open(dir, path, libc::O_PATH, 0, resolve)?;
+    is_regular(&os::fstat(seen.0)?)?;
+    let file = os::open(dir, path, libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY, 0, resolve)?;
+    let stat = os::fstat(file.0)?;
+    is_regular(&stat)?;
+    Ok((file, stat))
+}
+
+fn not_regular(errno: i32, path: &CStr) -> Fault {
+    let fault = Fault::file(errno, path.to_bytes());
+    match errno {
+        libc::ENXIO => Fault { message: format!("{}: Not a regular file", path.to_string_lossy()), ..fault },
+        _ => fault,
+    }
+}
+
+// -- requests --
+
+/// A `FileInfo`.
+pub fn pack_info(pack: Pack, path: &[u8], stat: &libc::stat, target: Option<&[u8]>) -> Pack {
+    let name = match kind(stat) {
+        libc::S_IFREG => "file",
+        libc::S_IFDIR => "directory",
+        libc::S_IFLNK => "symlink",
+        libc::S_IFIFO => "fifo",
+        libc::S_IFSOCK => "socket",
+        libc::S_IFCHR => "char_device",
+        _ => "block_device",
+    };
+    let mtime = stat.st_mtime as f64 + stat.st_mtime_nsec as f64 / 1e9;
+    let pack = pack.map(8).str("path").bin(path).str("kind").str(name).str("size").uint(stat.st_size as u64);
+    let pack = pack.str("mode").uint((stat.st_mode & 0o7777).into()).str("uid").uint(stat.st_uid.into());
+    let pack = pack.str("gid").uint(stat.st_gid.into()).str("mtime").float(mtime).str("target");
+    match target {
+        Some(target) => pack.bin(target),
+        None => pack.nil(),
+    }
+}
+
+fn stat(path: &CStr, follow: bool) -> Result<Answer, Fault> {
+    let fault = |errno| Fault::file(errno, path.to_bytes());
+    let flags = libc::O_PATH | if follow { 0 } else { libc::O_NOFOLLOW };
+    let fd = os::open(libc::AT_FDCWD, path, flags, 0, SAFE).map_err(fault)?;
+    let stat = os::fstat(fd.0).map_err(fault)?;
+    let target = match kind(&stat) {
+        libc::S_IFLNK => Some(os::readlink(fd.0, c"").map_err(fault)?),
+        _ => None,
+    };
+    Ok(Answer::Reply(pack_info(Pack::default(), path.to_bytes(), &stat, target.as_deref()).0))
+}
+
+fn make_directory(path: &CStr, mode: Option<u32>, parents: bool) -> Result<Answer, Fault> {
+    let fault = |errno| Fault::file(errno, path.to_bytes());
+    let place = match Place::of(path, parents) {
+        Err(fault) if fault.kind == "is_a_directory" && parents => return nothing(), // "/", "/a/."
+        other => other?,
+    };
+    match check(unsafe { libc::mkdirat(place.dir.0, place.name.as_ptr(), 0o755) }) {
+        Err(libc::EEXIST) if parents => {
+            return open_directory(place.dir.0, &place.name).map_err(fault).and_then(|_| nothing())
+        }
+        other => other.map_err(fault)?,
+    };
+    if let Some(mode) = mode {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+        let made = os::open(place.dir.0, &place.name, flags, 0, SAFE).map_err(fault)?;
+        check(unsafe { libc::fchmod(made.0, mode) }).map_err(fault)?;
+    }
+    nothing()
+}
+
+fn rename(source: &CStr, target: &CStr) -> Result<Answer, Fault> {
+    let (from, to) = (Place::of(source, false)?, Place::of(target, false)?);
+    let result = unsafe { libc::renameat(from.dir.0, from.name.as_ptr(), to.dir.0, to.name.as_ptr()) };
+    match check(result) {
+        Ok(_) => nothing(),
+        Err(libc::EXDEV) => Err(Fault::new(
+            "unsupported",
+            format!("{} cannot be renamed across layers or mounts", source.to_string_lossy()),
+        )
+        .hint("run mv in the sandbox: it copies")),
+        Err(errno) => {
+            let fault = Fault::file(errno, source.to_bytes());
+            Err(Fault { message: format!("{} (moving to {})", fault.message, target.to_string_lossy()), ..fault })
+        }
+    }
+}
+
+struct ReadFile {
+    file: Fd,
+    path: CString,
+    at: u64,
+    end: u64,
+    sent: u64,
+}
+
+impl ReadFile {
+    fn open(path: &CStr, offset: u64, length: Option<u64>) -> Result<ReadFile, Fault> {
+        let (file, _) = open_regular(libc::AT_FDCWD, path, SAFE).map_err(|errno| not_regular(errno, path))?;
+        let end = length.map_or(u64::MAX, |length| offset.saturating_add(length));
+        Ok(ReadFile { file, path: path.to_owned(), at: offset, end, sent: 0 })
+    }
+}
+
+impl Job for ReadFile {
+    fn step(&mut self, sink: &mut Sink) -> Result<Step, Fault> {
+        if !sink.has_room() {
+            return Ok(Step::Wait);
+        }
+        let mut failure = None;
+        let most = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
+        let size = sink.data(0, most, |room| {
+            os::pread(self.file.0, room, self.at).unwrap_or_else(|errno| {
+                failure = Some(errno);
+                0
+            })
+        });
+        if let Some(errno) = failure {
+            return Err(Fault::file(errno, self.path.to_bytes()));
+        }
+        self.at += size as u64;
+        self.sent += size as u64;
+        match size {
+            0 => Ok(Step::Done(Pack::default().map(1).str("size").uint(self.sent).0)),
+            _ => Ok(Step::More),
+        }
+    }
+}
+
+/// A file being written beside its name; it takes the name at the end, whole, or disappears.
+struct WriteFile {
+    user: User,
+    path: CString,
+    place: Place,
+    file: Fd,
+    temporary: Option<CString>,
+    mode: u32,
+    owner: Option<(u32, u32)>,
+    size: u64,
+    complete: bool,
+}
+
+/// A name that nothing else has: 64 random bits.
+fn temporary_name() -> os::Result<CString> {
+    let mut random = [0u8; 8];
+    check(unsafe { libc::getrandom(random.as_mut_ptr().cast(), random.len(), 0) } as i64)?;
+    cstring(format!(".dsec-{:016x}.tmp", u64::from_le_bytes(random)).as_bytes())
+}
+
+impl WriteFile {
+    fn open(path: &CStr, mode: Option<u32>, owner: Option<(u32, u32)>, user: User) -> Result<WriteFile, Fault> {
+        let fault = |errno| not_regular(errno, path);
+        if path.to_bytes().ends_with(b"/") {
+            return Err(fault(libc::EISDIR));
+        }
+        let place = Place::of_target(path, true)?;
+        let existing = match os::lstat(place.dir.0, &place.name) {
+            Ok(stat) => Some(stat),
+            Err(libc::ENOENT) => None,
+            Err(errno) => return Err(fault(errno)),
+        };
+        if let Some(stat) = &existing {
+            may_replace(&place, stat).map_err(fault)?;
+        }
+        let temporary = temporary_name().map_err(fault)?;
+        let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
+        let file = os::open(place.dir.0, &temporary, flags, 0o600, SAFE).map_err(fault)?;
+        // root writing over another's file leaves it theirs, as writing in place would
+        let kept = existing.as_ref().filter(|_| user.uid == 0).map(|stat| (stat.st_uid, stat.st_gid));
+        let mode = mode.unwrap_or(existing.map_or(0o644, |stat| stat.st_mode & 0o7777));
+        let (temporary, path) = (Some(temporary), path.to_owned());
+        Ok(WriteFile { user, path, place, file, temporary, mode, owner: owner.or(kept), size: 0, complete: false })
+    }
+
+    fn fault(&self, errno: i32) -> Fault {
+        Fault::file(errno, self.path.to_bytes())
+    }
+
+    fn commit(&mut self) -> os::Result<()> {
+        let Some(temporary) = &self.temporary else { return Ok(()) };
+        if let Some((uid, gid)) = self.owner {
+            check(unsafe { libc::fchown(self.file.0, uid, gid) })?;
+        }
+        check(unsafe { libc::fchmod(self.file.0, self.mode) })?;
+        let (dir, name) = (self.place.dir.0, self.place.name.as_ptr());
+        check(unsafe { libc::renameat(dir, temporary.as_ptr(), dir, name) })?;
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+/// Replacing a file by renaming asks nothing of the file itself; writing to it would.
+fn may_replace(place: &Place, stat: &libc::stat) -> os::Result<()> {
+    match kind(stat) {
+        libc::S_IFREG => {}
+        libc::S_IFDIR => return Err(libc::EISDIR),
+        _ => return Err(libc::ENXIO),
+    }
+    let (dir, name) = (place.dir.0, place.name.as_ptr());
+    let flags = libc::AT_EACCESS | libc::AT_SYMLINK_NOFOLLOW;
+    check(unsafe { libc::syscall(libc::SYS_faccessat2, dir, name, libc::W_OK, flags) }).map(|_| ())
+}
+
+impl Job for WriteFile {
+    fn data(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+        os::write_all(self.file.0, bytes).map_err(|errno| self.fault(errno))?;
+        self.size += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<(), Fault> {
+        let user = self.user.clone();
+        let _acting = Acting::new(&user)?;
+        self.commit().map_err(|errno| self.fault(errno))?;
+        self.complete = true;
+        Ok(())
+    }
+
+    fn step(&mut self, _: &mut Sink) -> Result<Step, Fault> {
+        match self.complete {
+            true => Ok(Step::Done(Pack::default().map(1).str("size").uint(self.size).0)),
+            false => Ok(Step::Wait),
+        }
+    }
+}
+
+impl Drop for WriteFile {
+    fn drop(&mut self) {
+        if let (Some(temporary), Ok(_acting)) = (&self.temporary, Acting::new(&self.user)) {
+            unsafe { libc::unlinkat(self.place.dir.0, temporary.as_ptr(), 0) };
+        }
+    }
+}

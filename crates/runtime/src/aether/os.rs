@@ -1,0 +1,187 @@
+//! System calls as aether needs them: owned descriptors, errno as a value, no libc function that could load anything.
+
+use std::ffi::{CStr, CString};
+
+pub type Errno = i32;
+pub type Result<T> = std::result::Result<T, Errno>;
+
+pub fn errno() -> Errno {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// The result of a libc call that answers -1 for failure.
+pub fn check(result: impl Into<i64>) -> Result<i64> {
+    match result.into() {
+        -1 => Err(errno()),
+        value => Ok(value),
+    }
+}
+
+/// An owned descriptor.
+#[derive(Debug)]
+pub struct Fd(pub i32);
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        unsafe { libc::close(self.0) };
+    }
+}
+
+/// What `openat2` may not pass through: the links of /proc that lead anywhere, whoever put them there.
+pub const SAFE: u64 = libc::RESOLVE_NO_MAGICLINKS;
+/// Not through any link either, and not above the directory: for paths that an archive or a walk made up.
+pub const BENEATH: u64 = libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS | libc::RESOLVE_BENEATH;
+
+pub fn open(dir: i32, path: &CStr, flags: i32, mode: u32, resolve: u64) -> Result<Fd> {
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = (flags | libc::O_CLOEXEC) as u64;
+    how.mode = if flags & (libc::O_CREAT | libc::O_TMPFILE) & !libc::O_DIRECTORY != 0 { mode.into() } else { 0 };
+    how.resolve = resolve;
+    let size = std::mem::size_of_val(&how);
+    loop {
+        match check(unsafe { libc::syscall(libc::SYS_openat2, dir, path.as_ptr(), &how, size) }) {
+            Ok(fd) => return Ok(Fd(fd as i32)),
+            Err(libc::EAGAIN) => {} // a rename raced the look-up; the kernel asks to try again
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+pub fn fstat(fd: i32) -> Result<libc::stat> {
+    let mut stat = unsafe { std::mem::zeroed() };
+    check(unsafe { libc::fstat(fd, &mut stat) }).map(|_| stat)
+}
+
+pub fn lstat(dir: i32, name: &CStr) -> Result<libc::stat> {
+    let mut stat = unsafe { std::mem::zeroed() };
+    check(unsafe { libc::fstatat(dir, name.as_ptr(), &mut stat, libc::AT_SYMLINK_NOFOLLOW) }).map(|_| stat)
+}
+
+/// Where a link points; with an empty name the link that `dir` itself is (opened with O_PATH | O_NOFOLLOW).
+pub fn readlink(dir: i32, name: &CStr) -> Result<Vec<u8>> {
+    let mut target = vec![0; libc::PATH_MAX as usize];
+    let size = check(unsafe { libc::readlinkat(dir, name.as_ptr(), target.as_mut_ptr().cast(), target.len()) } as i64)?;
+    target.truncate(size as usize);
+    Ok(target)
+}
+
+pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize> {
+    check(unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) } as i64).map(|n| n as usize)
+}
+
+pub fn write(fd: i32, bytes: &[u8]) -> Result<usize> {
+    check(unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) } as i64).map(|n| n as usize)
+}
+
+pub fn write_all(fd: i32, mut bytes: &[u8]) -> Result<()> {
+    while !bytes.is_empty() {
+        match write(fd, bytes) {
+            Ok(0) => return Err(libc::EIO),
+            Ok(size) => bytes = &bytes[size..],
+            Err(libc::EINTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+pub fn pread(fd: i32, buffer: &mut [u8], at: u64) -> Result<usize> {
+    check(unsafe { libc::pread(fd, buffer.as_mut_ptr().cast(), buffer.len(), at as i64) } as i64).map(|n| n as usize)
+}
+
+/// Read end and write end, both closed on exec; only the given ends do not block.
+pub fn pipe(nonblocking_read: bool, nonblocking_write: bool) -> Result<(Fd, Fd)> {
+    let mut ends = [0; 2];
+    check(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) })?;
+    let (reader, writer) = (Fd(ends[0]), Fd(ends[1]));
+    for (fd, wanted) in [(&reader, nonblocking_read), (&writer, nonblocking_write)] {
+        if wanted {
+            check(unsafe { libc::fcntl(fd.0, libc::F_SETFL, libc::O_NONBLOCK) })?;
+        }
+    }
+    Ok((reader, writer))
+}
+
+/// The bytes as a C string; EINVAL when there is a NUL in them.
+pub fn cstring(bytes: &[u8]) -> Result<CString> {
+    CString::new(bytes).map_err(|_| libc::EINVAL)
+}
+
+fn clock(which: i32) -> f64 {
+    let mut time: libc::timespec = unsafe { std::mem::zeroed() };
+    unsafe { libc::clock_gettime(which, &mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// Seconds on a clock that nobody sets.
+pub fn now() -> f64 {
+    clock(libc::CLOCK_MONOTONIC)
+}
+
+pub fn unix_time() -> f64 {
+    clock(libc::CLOCK_REALTIME)
+}
+
+pub struct Epoll(Fd);
+
+impl Epoll {
+    pub fn new() -> Result<Epoll> {
+        check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) }).map(|fd| Epoll(Fd(fd as i32)))
+    }
+
+    /// Adds or changes what is waited for. Descriptors leave by being closed.
+    pub fn watch(&self, fd: i32, events: i32, token: u64) -> Result<()> {
+        let mut event = libc::epoll_event { events: events as u32, u64: token };
+        let mut control = |operation| check(unsafe { libc::epoll_ctl(self.0 .0, operation, fd, &mut event) });
+        match control(libc::EPOLL_CTL_ADD) {
+            Err(libc::EEXIST) => control(libc::EPOLL_CTL_MOD).map(|_| ()),
+            other => other.map(|_| ()),
+        }
+    }
+
+    /// Waits for at most `seconds` (None: for ever) and hands over up to `buffer.len()` events.
+    pub fn wait<'a>(&self, buffer: &'a mut [libc::epoll_event], seconds: Option<f64>) -> &'a [libc::epoll_event] {
+        let timeout = seconds.map_or(-1, |s| (s.clamp(0.0, 3600.0) * 1000.0).ceil() as i32);
+        let count = unsafe { libc::epoll_wait(self.0 .0, buffer.as_mut_ptr(), buffer.len() as i32, timeout) };
+        &buffer[..count.max(0) as usize]
+    }
+}
+
+/// Memory for bytes in passing. Mapped, not allocated: an idle aether gives the touched pages back.
+pub struct Scratch {
+    bytes: &'static mut [u8],
+    touched: usize,
+}
+
+impl Scratch {
+    pub fn new(size: usize) -> Result<Scratch> {
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), size, access, kind, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(errno());
+        }
+        // SAFETY: a fresh private mapping of `size` zeroed bytes that is never unmapped and owned by this value alone.
+        Ok(Scratch { bytes: unsafe { std::slice::from_raw_parts_mut(start.cast(), size) }, touched: 0 })
+    }
+
+    pub fn read(&mut self, fd: i32) -> Result<&[u8]> {
+        let size = read(fd, self.bytes)?;
+        self.touched = self.touched.max(size);
+        Ok(&self.bytes[..size])
+    }
+
+    pub fn pread(&mut self, fd: i32, most: usize, at: u64) -> Result<&[u8]> {
+        let most = most.min(self.bytes.len());
+        let size = pread(fd, &mut self.bytes[..most], at)?;
+        self.touched = self.touched.max(size);
+        Ok(&self.bytes[..size])
+    }
+
+    /// Gives the pages back to the kernel when it is worth a call.
+    pub fn release(&mut self) {
+        if self.touched > 16 * 1024 {
+            unsafe { libc::madvise(self.bytes.as_mut_ptr().cast(), self.bytes.len(), libc::MADV_DONTNEED) };
+            self.touched = 0;
+        }
+    }
+}

@@ -1,0 +1,691 @@
+//! A real aether, PID 1 of a PID namespace of its own, driven over its socket. Needs root.
+
+use super::*;
+use crate::birth::Birth;
+use crate::link::{Frame, Kind, Preamble, CONNECTION_CREDIT, PREAMBLE, STREAM_CREDIT};
+use crate::msgpack::{Pack, Value};
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
+/// A process tree with an aether at its root, and a directory for what it touches. Both are gone when it is dropped.
+struct Inside {
+    keeper: i32,
+    aether: i32,
+    dir: PathBuf,
+    cgroup: Option<PathBuf>,
+}
+
+fn directory(path: &Path) -> i32 {
+    let path = os::cstring(path.as_os_str().as_encoded_bytes()).expect("path");
+    let fd = os::open(libc::AT_FDCWD, &path, libc::O_RDONLY | libc::O_DIRECTORY, 0, 0).expect("directory");
+    let number = fd.0;
+    std::mem::forget(fd);
+    number
+}
+
+/// The keeper's part: only the given descriptors, then a new PID namespace with aether in it, whose pid it tells.
+fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth) -> ! {
+    let mut keep = [2, tell, listener, spill, cgroup2.max(2)];
+    keep.sort_unstable();
+    let mut first = 3;
+    for fd in keep.into_iter().chain([i32::MAX]) {
+        if fd > first {
+            unsafe { libc::syscall(libc::SYS_close_range, first, fd - 1, 0) };
+        }
+        first = first.max(fd.saturating_add(1));
+    }
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); // as `inside` does
+        assert_eq!(libc::unshare(libc::CLONE_NEWPID), 0, "needs root");
+        match libc::fork() {
+            0 => {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                libc::close(tell);
+                serve(Sandbox { birth, listener, oom_adj: -1, spill, cgroup2, cgroup_tasks: Vec::new() })
+            }
+            child => {
+                os::write_all(tell, &child.to_le_bytes()).expect("tell");
+                libc::waitpid(child, std::ptr::null_mut(), 0);
+                libc::_exit(0)
+            }
+        }
+    }
+}
+
+impl Inside {
+    fn start() -> Inside {
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("dsec-aether-{}-{number}", std::process::id());
+        let dir = std::env::temp_dir().join(&name);
+        std::fs::create_dir_all(dir.join("spill")).expect("directory");
+        let listener = UnixListener::bind(dir.join("sock")).expect("listener");
+        let group = Path::new("/sys/fs/cgroup/unified").join(name);
+        let cgroup = std::fs::create_dir(&group).is_ok().then_some(group);
+        let birth = Birth {
+            sandbox: "sb-test-0".into(),
+            hostname: "test".into(),
+            incarnation: 7,
+            layers: 0,
+            cgroup_tasks: 0,
+            has_cgroup2: cgroup.is_some(),
+            init_user: "root".into(),
+            env: vec![("FROM_BIRTH".into(), "yes".into())],
+            workdir: dir.to_str().expect("UTF-8").into(),
+            max_output: 16 << 20,
+        };
+        let spill = directory(&dir.join("spill"));
+        let cgroup2 = cgroup.as_deref().map_or(-1, directory);
+        let (told, tell) = os::pipe(false, false).expect("pipe");
+        let keeper = match unsafe { libc::fork() } {
+            0 => keep_aether(tell.0, listener.as_raw_fd(), spill, cgroup2, birth),
+            keeper => keeper,
+        };
+        let mut pid = [0; 4];
+        assert_eq!(os::read(told.0, &mut pid), Ok(4));
+        unsafe { libc::close(spill) };
+        if cgroup2 >= 0 {
+            unsafe { libc::close(cgroup2) };
+        }
+        Inside { keeper, aether: i32::from_le_bytes(pid), dir, cgroup }
+    }
+
+    fn connect(&self, epoch: u64) -> Client {
+        let mut socket = UnixStream::connect(self.dir.join("sock")).expect("connect");
+        socket.set_read_timeout(Some(Duration::from_secs(20))).expect("timeout");
+        let ours = Preamble { nonce: *b"0123456789abcdef", epoch };
+        socket.write_all(&ours.bytes()).expect("preamble");
+        let mut answer = [0; PREAMBLE];
+        socket.read_exact(&mut answer).expect("answer");
+        let (_, theirs) = Preamble::find(&answer);
+        let theirs = theirs.expect("preamble");
+        assert_eq!(theirs.nonce, ours.nonce);
+        Client { socket, input: Vec::new(), next: 1, epoch: theirs.epoch, returns_credit: true }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        unsafe {
+            libc::kill(self.aether, libc::SIGKILL); // the keeper ends when it has reaped it
+            libc::waitpid(self.keeper, std::ptr::null_mut(), 0);
+        }
+        if let Some(cgroup) = &self.cgroup {
+            let _ = std::fs::write(cgroup.join("cgroup.kill"), "1");
+            for _ in 0..2000 {
+                let inner = std::fs::read_dir(cgroup).into_iter().flatten().flatten();
+                inner.for_each(|entry| drop(std::fs::remove_dir(entry.path())));
+                if std::fs::remove_dir(cgroup).is_ok() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(!cgroup.exists(), "a process outlived its sandbox");
+        }
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// A frame as it came: kind, stream, payload.
+type Owned = (Kind, u32, Vec<u8>);
+
+struct Client {
+    socket: UnixStream,
+    input: Vec<u8>,
+    next: u32,
+    epoch: u64,
+    returns_credit: bool,
+}
+
+#[derive(Debug, Default)]
+struct Result {
+    streams: [Vec<u8>; 3],
+    reply: Option<Vec<u8>>,
+    error: Option<Vec<u8>>,
+}
+
+impl Result {
+    fn value(&self) -> Value<'_> {
+        let reply = self.reply.as_deref().unwrap_or_else(|| panic!("error instead of a reply: {:?}", self.fault()));
+        Value::check(reply).expect("msgpack")
+    }
+
+    fn fault(&self) -> (String, String) {
+        let error = Value::check(self.error.as_deref().expect("an error")).expect("msgpack");
+        let text = |key| error.get(key).and_then(Value::str).unwrap_or_default().to_owned();
+        (text("kind"), text("message"))
+    }
+
+    fn number(&self, key: &str) -> u64 {
+        self.value().get(key).and_then(Value::u64).unwrap_or_else(|| panic!("no {key}"))
+    }
+
+    fn text(&self, key: &str) -> Option<&str> {
+        self.value().get(key).and_then(Value::str)
+    }
+
+    fn code(&self) -> u64 {
+        self.number("exit_code")
+    }
+}
+
+impl Client {
+    fn send(&mut self, kind: Kind, stream: u32, payload: &[u8]) {
+        let mut out = Vec::new();
+        Frame { kind, stream, payload }.put(&mut out);
+        self.socket.write_all(&out).expect("send");
+    }
+
+    fn open(&mut self, method: &str, params: Pack) -> u32 {
+        let stream = self.next;
+        self.next += 2;
+        let mut payload = Pack::default().map(2).str("m").str(method).str("p").0;
+        payload.extend_from_slice(&params.0);
+        self.send(Kind::Open, stream, &payload);
+        stream
+    }
+
+    fn data(&mut self, stream: u32, bytes: &[u8]) {
+        self.send(Kind::Data, stream, &[&[0], bytes].concat());
+    }
+
+    /// The next frame; None when aether closed the connection.
+    fn frame(&mut self) -> Option<Owned> {
+        loop {
+            if let Some((frame, size)) = Frame::parse(&self.input).expect("well-formed frame") {
+                let owned = (frame.kind, frame.stream, frame.payload.to_vec());
+                self.input.drain(..size);
+                return Some(owned);
+            }
+            let mut buffer = [0; 65536];
+            match self.socket.read(&mut buffer) {
+                Ok(0) | Err(_) if self.input.is_empty() => return None,
+                Ok(0) => panic!("closed inside a frame"),
+                Ok(size) => self.input.extend_from_slice(&buffer[..size]),
+                Err(error) => panic!("no frame in time: {error}"),
+            }
+        }
+    }
+
+    fn credit(&mut self, stream: u32, size: usize) {
+        for stream in [stream, 0] {
+            self.send(Kind::Credit, stream, &(size as u32).to_le_bytes());
+        }
+    }
+
+    /// Everything of one stream until its end; frames of others are dropped.
+    fn finish(&mut self, stream: u32) -> Result {
+        let mut result = Result::default();
+        loop {
+            let (kind, of, payload) = self.frame().expect("connection is open");
+            if of != stream {
+                continue;
+            }
+            match kind {
+                Kind::Data => {
+                    result.streams[usize::from(payload[0])].extend_from_slice(&payload[1..]);
+                    if self.returns_credit {
+                        self.credit(stream, payload.len());
+                    }
+                }
+                Kind::Reply => result.reply = Some(payload),
+                Kind::Error => result.error = Some(payload),
+                _ => continue,
+            }
+            if kind != Kind::Data {
+                return result;
+            }
+        }
+    }
+
+    fn call(&mut self, method: &str, params: Pack) -> Result {
+        let stream = self.open(method, params);
+        self.finish(stream)
+    }
+
+    fn exec(&mut self, command: Exec) -> Result {
+        self.call("exec", command.0.into())
+    }
+
+    fn shell(&mut self, line: &str) -> Result {
+        self.exec(Exec::line(line.as_bytes()))
+    }
+}
+
+/// Parameters of `exec`, key by key.
+struct Exec(Fields);
+
+#[derive(Default)]
+struct Fields(usize, Vec<u8>);
+
+impl Fields {
+    fn with(mut self, key: &str, value: Pack) -> Fields {
+        self.0 += 1;
+        self.1.extend(Pack::default().str(key).0);
+        self.1.extend(value.0);
+        self
+    }
+}
+
+impl From<Fields> for Pack {
+    fn from(fields: Fields) -> Pack {
+        let mut pack = Pack::default().map(fields.0);
+        pack.0.extend(fields.1);
+        pack
+    }
+}
+
+fn text(text: &str) -> Pack {
+    Pack::default().str(text)
+}
+
+fn bytes(bytes: &[u8]) -> Pack {
+    Pack::default().bin(bytes)
+}
+
+fn yes() -> Pack {
+    Pack::default().bool(true)
+}
+
+impl Exec {
+    fn new(id: &str) -> Exec {
+        Exec(Fields::default()).with("exec_id", text(id))
+    }
+
+    fn numbered() -> Exec {
+        Exec::new(&format!("ex-{}", NUMBER.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    fn line(line: &[u8]) -> Exec {
+        Exec::numbered().with("line", bytes(line))
+    }
+
+    fn argv(argv: &[&[u8]]) -> Exec {
+        let list = argv.iter().fold(Pack::default().array(argv.len()), |pack, argument| pack.bin(argument));
+        Exec::numbered().with("argv", list)
+    }
+
+    fn with(self, key: &str, value: Pack) -> Exec {
+        Exec(self.0.with(key, value))
+    }
+}
+
+fn path(path: &Path) -> Fields {
+    Fields::default().with("path", bytes(path.as_os_str().as_encoded_bytes()))
+}
+
+#[test]
+fn hello_and_unknown_methods() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let hello = client.call("hello", Pack::default().map(0));
+    assert_eq!((hello.text("sandbox"), hello.number("incarnation")), (Some("sb-test-0"), 7));
+    assert_eq!(client.call("exce", Pack::default().map(0)).fault().0, "unsupported");
+    client.send(Kind::Ping, 0, b"still there");
+    assert_eq!(client.frame(), Some((Kind::Pong, 0, b"still there".to_vec())));
+}
+
+#[test]
+fn exit_codes_are_a_shells() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let result = client.shell("echo out; echo err >&2; exit 3");
+    assert_eq!((result.code(), &result.streams[1][..], &result.streams[2][..]), (3, &b"out\n"[..], &b"err\n"[..]));
+    assert_eq!((result.number("stdout_bytes"), result.number("stderr_bytes"), result.number("incarnation")), (4, 4, 7));
+    let result = client.shell("kill -SEGV $$");
+    assert_eq!((result.code(), result.text("signal")), (139, Some("SEGV")));
+    std::fs::write(inside.path("plain"), "x").expect("file");
+    std::fs::write(inside.path("text"), "echo no interpreter named\n").expect("file");
+    let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(inside.path("text"), executable).expect("mode");
+    for (program, code, message) in [
+        (&b"nosuch"[..], 127, "dsec: nosuch: command not found\n"),
+        (b"/no/such", 127, "dsec: /no/such: No such file or directory\n"),
+        (b"", 127, "dsec: : command not found\n"),
+        (b"./plain", 126, "dsec: ./plain: Permission denied\n"),
+        (b"/tmp", 126, "dsec: /tmp: Permission denied\n"),
+        (b"./text", 126, "dsec: ./text: Exec format error\n"),
+    ] {
+        let result = client.exec(Exec::argv(&[program]));
+        assert_eq!((result.code(), std::str::from_utf8(&result.streams[2])), (code, Ok(message)));
+    }
+    assert_eq!(client.exec(Exec::argv(&[b"true"])).code(), 0);
+}
+
+#[test]
+fn bad_requests_are_typed_errors() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    std::fs::write(inside.path("file"), "x").expect("file");
+    let long = vec![b'x'; 200_000];
+    for (command, kind, needle) in [
+        (Exec::argv(&[]), "invalid_request", "argv is empty"),
+        (Exec::argv(&[b"echo", b"a\0b"]), "invalid_request", "argument 1 has a NUL"),
+        (Exec::line(b"echo a\0b"), "invalid_request", "NUL"),
+        (Exec::argv(&[b"true"]).with("user", text("nobody-at-all")), "invalid_request", "nobody-at-all"),
+        (Exec::argv(&[b"true"]).with("cwd", bytes(b"/no/such")), "file_not_found", "/no/such"),
+        (Exec::argv(&[b"true"]).with("cwd", bytes(b"file")), "not_a_directory", "file"),
+        (Exec::argv(&[b"echo", &long]), "too_large", "longer than the kernel takes"),
+        (Exec::argv(&[b"true"]).with("timeout", Pack::default().float(-1.0)), "invalid_request", "timeout"),
+        (Exec::argv(&[b"true"]).with("env", Pack::default().map(1).str("A=B").str("x")), "invalid_request", "A=B"),
+        (Exec(Fields::default()).with("argv", Pack::default().array(1).bin(b"true")), "invalid_request", "exec_id"),
+    ] {
+        let (found, message) = client.exec(command).fault();
+        assert!(found == kind && message.contains(needle), "{found}: {message}");
+    }
+    assert_eq!(
+        client.call("exec.attach", Fields::default().with("exec_id", text("ex-none")).into()).fault().0,
+        "not_found"
+    );
+}
+
+#[test]
+fn environment_user_and_directory() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let env = Pack::default().map(1).str("MINE").str("a b");
+    let result = client.exec(Exec::argv(&[b"env"]).with("env", env));
+    let expected = "FROM_BIRTH=yes\nHOME=/root\nLOGNAME=root\nMINE=a b\nPATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nSHELL=/bin/bash\nUSER=root\n";
+    assert_eq!(std::str::from_utf8(&result.streams[1]), Ok(expected));
+    assert_eq!(
+        std::str::from_utf8(&client.shell("pwd").streams[1]).map(str::trim_end),
+        Ok(inside.dir.to_str().expect("UTF-8"))
+    );
+    let as_user = client.exec(
+        Exec::line(b"id -u; id -g; id -G; grep -i capeff /proc/self/status | cut -f2")
+            .with("user", text("4321"))
+            .with("cwd", bytes(b"/")),
+    );
+    assert_eq!(std::str::from_utf8(&as_user.streams[1]), Ok("4321\n4321\n4321\n0000000000000000\n"));
+    let clean = client.shell("ls /proc/self/fd | wc -l; grep -E 'Sig(Blk|Ign)' /proc/self/status | cut -f2");
+    assert_eq!(
+        std::str::from_utf8(&clean.streams[1]),
+        Ok("4\n0000000000000000\n0000000000000000\n"),
+        "0, 1, 2 and ls's own"
+    );
+}
+
+#[test]
+fn stdin_from_the_request_and_from_the_stream() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    assert_eq!(client.exec(Exec::argv(&[b"cat"])).streams[1], b"", "no stdin is /dev/null");
+    let result = client.exec(Exec::argv(&[b"cat"]).with("stdin", bytes(b"given\n")));
+    assert_eq!(result.streams[1], b"given\n");
+    let big: Vec<u8> = (0..900_000u32).map(|i| (i % 251) as u8).collect();
+    let result = client.exec(Exec::argv(&[b"cat"]).with("stdin", bytes(&big)));
+    assert!(result.streams[1] == big, "more than a pipe holds");
+    let early = client.exec(Exec::argv(&[b"true"]).with("stdin", bytes(&big)));
+    assert_eq!(early.code(), 0, "a reader that leaves early");
+    let stream = client.open("exec", Exec::argv(&[b"cat"]).with("stdin_open", yes()).0.into());
+    client.data(stream, b"one ");
+    client.data(stream, b"two");
+    client.send(Kind::End, stream, b"");
+    assert_eq!(client.finish(stream).streams[1], b"one two");
+}
+
+#[test]
+fn commands_outlive_connections_and_come_back_by_cursor() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let stream = client.open(
+        "exec",
+        Exec::new("ex-held").with("line", bytes(b"echo first; read x <gate; echo second >&2; exit 5")).0.into(),
+    );
+    let fifo = os::cstring(inside.path("gate").as_os_str().as_encoded_bytes()).expect("path");
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+    assert_eq!(client.frame(), Some((Kind::Data, stream, b"\x01first\n".to_vec())));
+    drop(client);
+    let mut client = inside.connect(2);
+    let again = client.open("exec", Exec::new("ex-held").with("line", bytes(b"echo another")).0.into());
+    let late = client.open(
+        "exec.attach",
+        Fields::default().with("exec_id", text("ex-held")).with("cursor", Pack::default().uint(3)).into(),
+    );
+    std::fs::write(inside.path("gate"), "go\n").expect("gate");
+    let (first, second) = (client.finish(again), ());
+    assert_eq!(
+        (first.code(), &first.streams[1][..], &first.streams[2][..], second),
+        (5, &b"first\n"[..], &b"second\n"[..], ())
+    );
+    let params = || Fields::default().with("exec_id", text("ex-held"));
+    let tail = client.call("exec.attach", params().with("cursor", Pack::default().uint(9)).into());
+    assert_eq!((&tail.streams[1][..], &tail.streams[2][..], late), (&b""[..], &b"ond\n"[..], again + 2));
+    let list = client.call("exec.list", Pack::default().map(0));
+    let entry = list.value().array().expect("list").next().expect("entry");
+    assert_eq!(entry.get("running").and_then(Value::bool), Some(false));
+    assert_eq!(entry.get("exit_code").and_then(Value::u64), Some(5));
+}
+
+#[test]
+fn a_newer_epoch_replaces_an_older_is_refused() {
+    let inside = Inside::start();
+    let mut first = inside.connect(5);
+    let mut older = inside.connect(4);
+    assert_eq!((older.epoch, older.frame()), (5, None));
+    assert_eq!(first.call("hello", Pack::default().map(0)).number("incarnation"), 7);
+    let mut newer = inside.connect(6);
+    assert_eq!((newer.epoch, first.frame()), (6, None));
+    assert_eq!(newer.call("hello", Pack::default().map(0)).number("incarnation"), 7);
+}
+
+#[test]
+fn a_protocol_error_costs_the_connection_only() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    client.send(Kind::Reply, 1, b"\xc0");
+    assert_eq!(client.frame(), None);
+    assert_eq!(inside.connect(1).shell("echo alive").streams[1], b"alive\n");
+}
+
+#[test]
+fn output_is_bounded_by_limit_and_by_credit() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let limited = Exec::line(b"head -c 300000 /dev/zero; head -c 10 /dev/zero >&2");
+    let result = client.exec(limited.with("max_output_bytes", Pack::default().uint(100_000)));
+    assert_eq!((result.streams[1].len(), result.streams[2].len()), (100_000, 10));
+    assert_eq!((result.number("stdout_bytes"), result.number("stderr_bytes")), (300_000, 10));
+    let truncated = |key| result.value().get(key).and_then(Value::bool);
+    assert_eq!((truncated("stdout_truncated"), truncated("stderr_truncated")), (Some(true), Some(false)));
+    let merged = client.exec(Exec::line(b"echo a; echo b >&2; echo c").with("merge_stderr", yes()));
+    assert_eq!(merged.streams[1], b"a\nb\nc\n");
+    client.returns_credit = false;
+    let stream = client.open("exec", Exec::line(b"seq 1 1000000").0.into());
+    let (mut received, mut frames) = (0, 0);
+    while received < STREAM_CREDIT as usize {
+        let (kind, _, payload) = client.frame().expect("open");
+        assert_eq!(kind, Kind::Data);
+        received += payload.len();
+        frames += 1;
+    }
+    assert_eq!(received, STREAM_CREDIT as usize);
+    let other = client.open("hello", Pack::default().map(0));
+    assert_eq!(
+        client.frame().map(|f| (f.0, f.1)),
+        Some((Kind::Reply, other)),
+        "nothing without credit, but others go on"
+    );
+    client.returns_credit = true;
+    client.credit(stream, CONNECTION_CREDIT as usize);
+    let rest = client.finish(stream);
+    assert_eq!(received - frames + rest.streams[1].len(), 6_888_896);
+}
+
+#[test]
+fn deadlines_kill_the_whole_tree() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let seconds = |s| Pack::default().float(s);
+    let tree =
+        Exec::line(b"echo begun; (setsid sleep 1000 &) ; trap '' TERM; sleep 1000").with("timeout", seconds(0.3));
+    let result = client.exec(tree);
+    assert_eq!((result.code(), result.text("signal"), result.text("timed_out")), (137, Some("KILL"), Some("deadline")));
+    assert_eq!(result.streams[1], b"begun\n");
+    let idle = Exec::line(b"while :; do echo x; sleep 0.05; [ $((n=n+1)) = 10 ] && sleep 100; done")
+        .with("idle_timeout", seconds(0.5));
+    let result = client.exec(idle);
+    assert_eq!((result.code(), result.text("timed_out"), result.streams[1].len()), (137, Some("idle"), 20));
+    if inside.cgroup.is_some() {
+        // in the tests' PID namespace /proc is the host's: look from outside, by the control groups
+        let populated = || {
+            let groups = std::fs::read_dir(inside.cgroup.as_deref().expect("cgroup")).expect("cgroup").flatten();
+            groups
+                .filter(|g| std::fs::read_to_string(g.path().join("cgroup.procs")).is_ok_and(|p| !p.is_empty()))
+                .count()
+        };
+        let limit = std::time::Instant::now() + Duration::from_secs(10);
+        while populated() > 0 {
+            assert!(std::time::Instant::now() < limit, "processes outlived their deadline");
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn background_children_hold_nothing_up_and_see_no_sigpipe() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let started = std::time::Instant::now();
+    let line = b"(read x <gate; i=0; while [ $i -lt 3000 ]; do echo 0123456789012345678901234567890123456789 || exit; i=$((i+1)); done; echo ok >done) & echo main";
+    let fifo = os::cstring(inside.path("gate").as_os_str().as_encoded_bytes()).expect("path");
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+    let result = client.exec(Exec::line(line));
+    assert_eq!((result.code(), &result.streams[1][..]), (0, &b"main\n"[..]));
+    assert!(started.elapsed() < Duration::from_secs(2));
+    std::fs::write(inside.path("gate"), "go\n").expect("gate");
+    let limit = std::time::Instant::now() + Duration::from_secs(20);
+    while !inside.path("done").exists() {
+        assert!(std::time::Instant::now() < limit, "the child could not write on");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn orphans_are_reaped_by_the_thousand() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let result = client.shell("for i in $(seq 1 2000); do (:) & done; exit 9");
+    assert_eq!(result.code(), 9);
+    let aether = inside.aether;
+    let limit = std::time::Instant::now() + Duration::from_secs(20);
+    let children = || std::fs::read_to_string(format!("/proc/{aether}/task/{aether}/children")).expect("aether lives");
+    while !children().trim().is_empty() {
+        assert!(std::time::Instant::now() < limit, "zombies left: {}", children());
+        std::thread::yield_now();
+    }
+    assert_eq!(client.shell("exit 4").code(), 4);
+}
+
+#[test]
+fn detached_written_to_and_signalled() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let follow = Pack::default().bool(false);
+    let command = Exec::new("ex-d")
+        .with("line", bytes(b"trap 'echo caught; exit 6' USR1; while read x; do echo \"$x\"; done; sleep 1000 & wait"));
+    let started = client.exec(command.with("detached", yes()).with("follow", follow).with("stdin_open", yes()));
+    assert!(started.number("pid") > 1);
+    let id = || Fields::default().with("exec_id", text("ex-d"));
+    client.call("exec.write", id().with("data", bytes(b"hello\n")).into()).value();
+    let stream = client.open("exec.attach", id().into());
+    assert_eq!(client.frame(), Some((Kind::Data, stream, b"\x01hello\n".to_vec())));
+    client.call("exec.close_stdin", id().into()).value();
+    assert_eq!(client.call("exec.write", id().with("data", bytes(b"x")).into()).fault().0, "conflict");
+    client.call("exec.signal", id().with("signal", Pack::default().uint(10)).into()).value();
+    let end = client.call("exec.attach", id().into());
+    assert_eq!((end.code(), &end.streams[1][..]), (6, &b"hello\ncaught\n"[..]));
+}
+
+#[test]
+fn files_are_written_whole_and_read_in_parts() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let file = inside.path("a/b/c \u{e9}\n.txt");
+    let big: Vec<u8> = (0..3_000_000u32).map(|i| (i % 253) as u8).collect();
+    let stream = client.open("fs.write", path(&file).into());
+    let mut credit = STREAM_CREDIT as usize;
+    for chunk in big.chunks(60_000) {
+        while credit <= chunk.len() {
+            let (kind, of, payload) = client.frame().expect("credit");
+            if (kind, of) == (Kind::Credit, stream) {
+                credit += u32::from_le_bytes(payload.try_into().expect("u32")) as usize;
+            }
+        }
+        client.data(stream, chunk);
+        credit -= chunk.len() + 1;
+        assert!(!file.exists(), "not there before it is whole");
+    }
+    client.send(Kind::End, stream, b"");
+    assert_eq!(client.finish(stream).number("size"), 3_000_000);
+    let stat = client.call("fs.stat", path(&file).into());
+    assert_eq!((stat.text("kind"), stat.number("size"), stat.number("mode")), (Some("file"), 3_000_000, 0o644));
+    let whole = client.call("fs.read", path(&file).into());
+    assert!(whole.streams[0] == big && whole.number("size") == 3_000_000);
+    let (offset, length) = (Pack::default().uint(2_999_990), Pack::default().uint(100));
+    let part = client.call("fs.read", path(&file).with("offset", offset).with("length", length).into());
+    assert_eq!(part.streams[0], big[2_999_990..]);
+}
+
+#[test]
+fn an_aborted_upload_leaves_nothing_and_replacing_keeps_the_mode() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    std::fs::create_dir(inside.path("d")).expect("directory");
+    std::fs::write(inside.path("d/f"), "old").expect("file");
+    std::fs::set_permissions(inside.path("d/f"), std::os::unix::fs::PermissionsExt::from_mode(0o751)).expect("mode");
+    let stream = client.open("fs.write", path(&inside.path("d/f")).into());
+    client.data(stream, b"half");
+    client.send(Kind::Cancel, stream, b"");
+    client.call("hello", Pack::default().map(0)).value();
+    let names = || std::fs::read_dir(inside.path("d")).expect("directory").count();
+    assert_eq!((names(), std::fs::read(inside.path("d/f")).expect("file")), (1, b"old".to_vec()));
+    let stream = client.open("fs.write", path(&inside.path("d/f")).into());
+    client.data(stream, b"new");
+    client.send(Kind::End, stream, b"");
+    client.finish(stream).value();
+    let stat = client.call("fs.stat", path(&inside.path("d/f")).into());
+    assert_eq!((names(), stat.number("mode"), stat.number("size")), (1, 0o751, 3));
+}
+
+#[test]
+fn file_errors_have_kinds() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    std::fs::write(inside.path("file"), "x").expect("file");
+    std::os::unix::fs::symlink("loop", inside.path("loop")).expect("link");
+    std::os::unix::fs::symlink("/proc/self/fd/5/x", inside.path("magic")).expect("link");
+    let fifo = os::cstring(inside.path("fifo").as_os_str().as_encoded_bytes()).expect("path");
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+    for (method, name, kind) in [
+        ("fs.read", "none", "file_not_found"),
+        ("fs.read", "", "is_a_directory"),
+        ("fs.read", "file/x", "not_a_directory"),
+        ("fs.read", "loop", "file_invalid"),
+        ("fs.read", "fifo", "file_invalid"),
+        ("fs.write", "fifo", "file_invalid"),
+        ("fs.write", "file/x", "not_a_directory"),
+        ("fs.write", "magic", "file_invalid"),
+        ("fs.stat", "magic", "file_invalid"),
+        ("fs.mkdir", "file", "file_exists"),
+        ("fs.mkdir", "a/b", "file_not_found"),
+    ] {
+        let (found, message) = client.call(method, path(&inside.path(name)).into()).fault();
+        assert!(found == kind && message.contains(name), "{method} {name}: {found}: {message}");
+    }
+    std::fs::set_permissions(inside.path("file"), std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("mode");
+    let stranger = || path(&inside.path("file")).with("user", text("4321"));
+    assert_eq!(client.call("fs.read", stranger().into()).fault().0, "file_permission");
+    assert_eq!(client.call("fs.write", stranger().into()).fault().0, "file_permission");
+    assert_eq!(client.call("fs.read", path(&inside.path("file")).into()).streams[0], b"x", "and root again");
+}
