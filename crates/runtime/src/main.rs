@@ -5,6 +5,7 @@
 mod aether;
 mod birth;
 mod cgroup;
+mod helper;
 mod inside;
 mod launcher;
 mod link;
@@ -19,6 +20,7 @@ fn main() {
     let args: Vec<String> = args.collect();
     match args.first().map(String::as_str) {
         Some("launcher") => std::process::exit(launcher::main(&args[1..])),
+        Some("helper") => std::process::exit(helper::main(&args[1..])),
         Some("version") => println!("{}", env!("CARGO_PKG_VERSION")),
         _ => {
             eprintln!("usage: dsec-runtime launcher|helper|version ...");

@@ -37,7 +37,7 @@ pub fn leave_host() -> Result<(), Failure> {
 /// Builds the root and moves into it. `uppers` is a detached mount.
 pub fn build(uppers: &OwnedFd) -> Result<(), Failure> {
     let small = [(c"mode", Some(c"0711")), (c"size", Some(c"4m"))];
-    let root = mount::new_filesystem(c"tmpfs", &small, 0).at(STAGE, || "make a tmpfs".into())?;
+    let root = mount::new_filesystem(c"tmpfs", &small, 0)?;
     for index in 0..MAX_LAYERS {
         if index == 0 {
             make(&root, c"l")?;
@@ -64,7 +64,7 @@ fn make(root: &OwnedFd, name: &CStr) -> Result<(), Failure> {
 
 fn shared_devices() -> Result<OwnedFd, Failure> {
     let small = [(c"mode", Some(c"0755")), (c"size", Some(c"64k"))];
-    let tmpfs = mount::new_filesystem(c"tmpfs", &small, 0).at(STAGE, || "make a tmpfs".into())?;
+    let tmpfs = mount::new_filesystem(c"tmpfs", &small, 0)?;
     let fd = tmpfs.as_raw_fd();
     for (name, major, minor) in DEVICES {
         let made = unsafe { crate::sys!(SYS_mknodat, fd, name.as_ptr(), libc::S_IFCHR, libc::makedev(major, minor)) };

@@ -110,7 +110,11 @@ pub fn prepare(device: &Device) -> Result<Prepared, Failure> {
             let options: Vec<_> = options.iter().map(|(key, value)| (*key, value.as_deref())).collect();
             let made = mount::new_filesystem(c"btrfs", &options, flags);
             let text = || format!("mount btrfs of {image} ({name}); if it is damaged, remove the file");
-            Ok(Prepared { mount: made.at(STAGE, text)?, groups: quota_groups(name), btrfs: true })
+            Ok(Prepared {
+                mount: made.map_err(|failure| failure.at(STAGE, text()))?,
+                groups: quota_groups(name),
+                btrfs: true,
+            })
         }
     }
 }

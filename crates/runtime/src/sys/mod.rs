@@ -45,6 +45,13 @@ impl Failure {
     }
 }
 
+impl Failure {
+    /// The same failure, in the words of the caller.
+    pub fn at(self, stage: &'static str, what: String) -> Self {
+        Failure { stage, what: format!("{what}: {}", self.what), errno: self.errno }
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.stage, self.what)
@@ -151,28 +158,30 @@ pub fn read_file(dir: RawFd, path: &CStr) -> Result<String> {
     Ok(String::from_utf8_lossy(&buffer[..n]).into_owned())
 }
 
-/// Names in a directory, without `.` and `..`; `fd` must be open for reading and is read from its start.
+/// Names in a directory, without `.` and `..`, and their kinds; `fd` must be open for reading and is read from its start.
 pub fn list(fd: RawFd) -> Result<Vec<(CString, u8)>> {
     let mut names = Vec::new();
     let mut buffer = vec![0u8; 32 * 1024];
     unsafe { sys!(SYS_lseek, fd, 0, libc::SEEK_SET) }?;
     loop {
-        let n = unsafe { sys!(SYS_getdents64, fd, buffer.as_mut_ptr(), buffer.len()) }?;
-        if n == 0 {
-            return Ok(names);
-        }
-        let mut at = 0;
-        while at < n {
-            let length = u16::from_ne_bytes([buffer[at + 16], buffer[at + 17]]) as usize;
-            let kind = buffer[at + 18];
-            if let Ok(name) = CStr::from_bytes_until_nul(&buffer[at + 19..at + length]) {
-                if name != c"." && name != c".." {
-                    names.push((name.to_owned(), kind));
-                }
-            }
-            at += length;
+        match unsafe { sys!(SYS_getdents64, fd, buffer.as_mut_ptr(), buffer.len()) }? {
+            0 => return Ok(names),
+            n => names.extend(entries(&buffer[..n]).map(|(name, kind)| (name.to_owned(), kind))),
         }
     }
+}
+
+/// The entries in what getdents64 has filled, without `.` and `..`.
+pub fn entries(buffer: &[u8]) -> impl Iterator<Item = (&CStr, u8)> {
+    const NAME: usize = 19;
+    let mut rest = buffer;
+    std::iter::from_fn(move || {
+        let length = u16::from_ne_bytes([*rest.get(16)?, *rest.get(17)?]) as usize;
+        let (entry, after) = rest.split_at_checked(length)?;
+        rest = after;
+        Some((CStr::from_bytes_until_nul(&entry[NAME..]).unwrap_or_default(), entry[NAME - 1]))
+    })
+    .filter(|(name, _)| *name != c"." && *name != c"..")
 }
 
 /// Microseconds of the monotonic clock.

@@ -1,6 +1,6 @@
 //! The mount interfaces, old and new.
 
-use super::{own, Result};
+use super::{own, At, Failure, Result};
 use crate::sys;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -86,18 +86,35 @@ pub fn pivot_here() -> Result<()> {
     unsafe { sys!(SYS_chdir, c"/".as_ptr()) }.map(drop)
 }
 
-/// A new filesystem as a detached mount: every parameter with a value, or alone.
-pub fn new_filesystem(kind: &CStr, parameters: &[(&CStr, Option<&CStr>)], flags: u64) -> Result<OwnedFd> {
-    let fs = own(unsafe { sys!(SYS_fsopen, kind.as_ptr(), 1) }?);
+/// A new filesystem as a detached mount: every parameter with a value, or alone. A failure has what the kernel logged.
+pub fn new_filesystem(
+    kind: &CStr,
+    parameters: &[(&CStr, Option<&CStr>)],
+    flags: u64,
+) -> std::result::Result<OwnedFd, Failure> {
+    let at = || format!("new {}", kind.to_string_lossy());
+    let fs = own(unsafe { sys!(SYS_fsopen, kind.as_ptr(), 1) }.at("filesystem", at)?);
     let config = |command: u32, key: *const i8, value: *const i8| unsafe {
         sys!(SYS_fsconfig, fs.as_raw_fd(), command, key, value, 0)
     };
-    for (key, value) in parameters {
-        match value {
-            Some(value) => config(FSCONFIG_SET_STRING, key.as_ptr(), value.as_ptr())?,
-            None => config(FSCONFIG_SET_FLAG, key.as_ptr(), null())?,
+    let configured = parameters.iter().try_for_each(|(key, value)| {
+        let set = match value {
+            Some(value) => config(FSCONFIG_SET_STRING, key.as_ptr(), value.as_ptr()),
+            None => config(FSCONFIG_SET_FLAG, key.as_ptr(), null()),
         };
+        set.map(drop).at("filesystem", || key.to_string_lossy().into_owned())
+    });
+    let created = configured.and_then(|()| config(FSCONFIG_CMD_CREATE, null(), null()).at("filesystem", at));
+    created.map_err(|failure| Failure { what: format!("{}{}", failure.what, kernel_log(&fs)), ..failure })?;
+    unsafe { sys!(SYS_fsmount, fs.as_raw_fd(), 1, flags) }.map(own).at("filesystem", at)
+}
+
+/// What the kernel has written down for the owner of a filesystem context.
+fn kernel_log(fs: &OwnedFd) -> String {
+    let mut log = String::new();
+    let mut line = [0; 512];
+    while let Ok(n) = super::read(fs.as_raw_fd(), &mut line) {
+        log += &format!("; {}", String::from_utf8_lossy(&line[..n]).trim_end());
     }
-    config(FSCONFIG_CMD_CREATE, null(), null())?;
-    unsafe { sys!(SYS_fsmount, fs.as_raw_fd(), 1, flags) }.map(own)
+    log
 }
