@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from dsec.protocol.specs import Change, ChangeKind, ChangeSet, DSecContainerRunArgs, FileInfo, FileKind
+from dsec.sdk.errors import IsADirectory, NotADirectory
 
 _ENTER = """
 set -e
@@ -128,13 +129,13 @@ class LocalSandbox:
     async def run_shell(self, line: str, *, cwd: str | None = None, timeout: float | None = 600) -> Done:
         return await self.exec(("bash", "-c", line), cwd=cwd, timeout=timeout)
 
-    async def changes(self, *, include: Sequence[str] = ()) -> ChangeSet:
+    async def changes(self, *, include: Sequence[str] = (), max_bytes: int = 64 << 20) -> ChangeSet:
         found = []
         for folder, folders, names in os.walk(self.upper):
             for name in [*folders, *names]:
                 change = self._change(Path(folder, name))
                 if any(fnmatchcase(change.path.decode(), pattern.replace("**", "*")) for pattern in include):
-                    found.append(change)
+                    found.append(change if max_bytes else msgspec.structs.replace(change, data=None))
         return ChangeSet(tuple(found))
 
     def _change(self, path: Path) -> Change:
@@ -163,7 +164,8 @@ class LocalFiles:
         line = 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"'
         done = await self._run("sh", "-c", line, "sh", path, f"{0o644 if mode is None else mode:o}", stdin=data)
         if done.exit_code:
-            raise OSError(done.stderr.decode())
+            clash = b"Is a directory" in done.stderr
+            raise IsADirectory("is a directory") if clash else NotADirectory(done.stderr.decode())
         return len(data)
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:

@@ -34,7 +34,9 @@ def source(text: str) -> Write:
 async def test_each_script_gets_what_it_must(rehearsal: Rehearsal, script: Script) -> None:
     client, prepared = rehearsal
     rollout = await run_one(client, prepared, script, 0)
-    assert (rollout.reward, rollout.naive_reward) == EXPECTED[script], [(step.call, step.output) for step in rollout.steps]
+    assert (rollout.reward, rollout.naive_reward) == EXPECTED[script], [
+        (step.call, step.output) for step in rollout.steps
+    ]
     assert rollout.valid and rollout.as_expected
     assert (rollout.reward == 1) == (rollout.failed == ())
     assert len({life.sandbox for life in rollout.sandboxes}) == 2
@@ -133,6 +135,17 @@ async def test_a_folder_made_anew_holds_only_what_is_new(rehearsal: Rehearsal) -
     rollout = await run_one(client, anew, Script.NOOP, 0)
     assert rollout.reward == 1, rollout.output
     assert "calc/__init__.py" in rollout.graded_files
+
+
+async def test_an_agent_cannot_make_its_own_sample_invalid(rehearsal: Rehearsal) -> None:
+    """A file where a folder was, in the source and in the place of the tests."""
+    client, prepared = rehearsal
+    clash = doing(prepared, Shell("rm -r calc/tests && touch calc/tests && rm calc/util.py && mkdir calc/util.py"))
+    rollout = await run_one(client, clash, Script.NOOP, 0)
+    assert (rollout.reward, rollout.naive_reward, rollout.valid) == (0, 0, True)
+    whole = doing(prepared, Shell("rm -r calc && echo 'def add(a, b): return a + b' > calc"))
+    rollout = await run_one(client, whole, Script.NOOP, 0)
+    assert (rollout.reward, rollout.valid) == (0, True), rollout.reason
 
 
 @pytest.mark.parametrize("creation", [0, 1])

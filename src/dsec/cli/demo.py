@@ -102,16 +102,17 @@ def _platform() -> AbstractAsyncContextManager[DSecClient]:
 
 
 def _write(burst: Burst, json: Path | None, report: Path | None) -> None:
+    from importlib.metadata import version
+
     import msgspec
 
-    from dsec import __version__
     from dsec.demo.report import render
 
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(burst), indent=1) + b"\n")
         note(f"every rollout: {json}")
     if report is not None:
-        report.write_text(render(burst, __version__), encoding="utf-8")
+        report.write_text(render(burst, version("dsec")), encoding="utf-8")
         note(f"report: {report}")
 
 

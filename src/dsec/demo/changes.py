@@ -13,7 +13,7 @@ import msgspec
 from dsec.demo.tasks import Task
 from dsec.protocol.specs import Change, ChangeKind
 
-# What a rollout asks for: the workspace, and the places where something planted would take effect.
+# Where changes are looked for: the workspace, and the places where something planted would take effect.
 INCLUDE = ("workspace/**", "opt/**", "usr/**", "etc/**", "root/**", "home/**")
 
 _WORKSPACE = "workspace/"
@@ -70,26 +70,42 @@ class Graded(msgspec.Struct, frozen=True):
         return any(drop.why is Why.TOO_LARGE for drop in self.dropped)
 
 
-def sift(task: Task, changes: Iterable[Change]) -> Graded:
-    """Split an agent's changes. Deletions come first, then folders, then files, so that kinds may change."""
+def source_globs(task: Task) -> tuple[str, ...]:
+    """Globs of the changes that may be graded: their contents are asked for apart, so that nothing else crowds them out."""
+    return tuple(glob for top in task.source_dirs for glob in (f"{_WORKSPACE}{top}", f"{_WORKSPACE}{top}/**"))
+
+
+def sift(task: Task, source: Iterable[Change], everything: Iterable[Change]) -> Graded:
+    """Split an agent's changes: `source` with contents (see `source_globs`), `everything` for what is not graded.
+
+    Deletions come first, then folders, then files, so that kinds may change.
+    """
     keep: list[Change] = []
     dropped: list[Dropped] = []
-    for change in changes:
-        path = os.fsdecode(change.path).lstrip("/")
-        why = _judge(task, path, change)
-        if why is None and (change.kind is not ChangeKind.MKDIR or change.opaque):
+    for change in source:
+        path = _path(change)
+        if why_not(task, path):
+            continue
+        if why := _no_content(change):
+            dropped.append(Dropped(shown(path), change.kind, why, why.suspicious))
+        elif change.kind is not ChangeKind.MKDIR or change.opaque:
             keep.append(change)
-        elif why is not None and not _is_noise(path, change, why):
+    for change in everything:
+        path = _path(change)
+        why = why_not(task, path)
+        if why and not _is_noise(path, change, why):
             dropped.append(Dropped(shown(path), change.kind, why, why.suspicious))
     order = {ChangeKind.DELETE: 0, ChangeKind.MKDIR: 1}
     keep.sort(key=lambda change: (order.get(change.kind, 2), change.path))
     return Graded(tuple(keep), tuple(sorted(dropped, key=lambda drop: (not drop.suspicious, drop.path))))
 
 
-def _judge(task: Task, path: str, change: Change) -> Why | None:
-    """None if the change is graded."""
-    if why := why_not(task, path):
-        return why
+def _path(change: Change) -> str:
+    return os.fsdecode(change.path).lstrip("/")
+
+
+def _no_content(change: Change) -> Why | None:
+    """Why a change cannot be carried over, although its path may be graded."""
     if change.kind in (ChangeKind.SYMLINK, ChangeKind.SPECIAL):
         return Why.SPECIAL
     if change.kind is ChangeKind.WRITE and change.data is None:

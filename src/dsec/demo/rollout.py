@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from dsec import DSecContainerRunArgs, DSecError
-from dsec.demo.changes import INCLUDE, Graded, shown, sift, why_not
+from dsec import DSecContainerRunArgs, DSecError, FileError
+from dsec.demo.changes import INCLUDE, Graded, shown, sift, source_globs, why_not
 from dsec.demo.errors import DemoError
 from dsec.demo.platform import Client, Result, Sandbox
 from dsec.demo.records import Life, Phase, Rollout, Span, Step
@@ -24,6 +24,7 @@ from dsec.protocol.specs import ChangeKind, FileKind
 CREATE_TIMEOUT_S = 120.0
 TESTS_TIMEOUT_S = 120.0
 _CALL_TIMEOUT_S = 120.0
+TTL_S = 900.0  # ends what a killed demo leaves on a platform that lives on
 _TAIL = 1500
 _DEPTH = 64
 
@@ -126,7 +127,7 @@ def _record(task: Task, script: Script, index: int, run: _Run, verdict: Verdict)
 
 def _args(base: str, layers: tuple[str, ...], labels: dict[str, str]) -> DSecContainerRunArgs:
     return DSecContainerRunArgs(
-        base, layers=layers, memory_limit_mb=512, disk_limit_mb=512, pids_limit=128, labels=labels
+        base, layers=layers, memory_limit_mb=512, disk_limit_mb=512, pids_limit=128, ttl_total=TTL_S, labels=labels
     )
 
 
@@ -141,10 +142,14 @@ async def _agent(client: Client, prepared: PreparedTask, script: Script, run: _R
             for turn in prepared.recordings[script].turns:
                 for call in turn.calls:
                     run.steps.append(await _step(sandbox, call, run.clock))
-        found = await sandbox.changes(include=INCLUDE)
-        run.graded = sift(prepared.task, found.changes)
+        source = await sandbox.changes(include=source_globs(prepared.task))
+        everything = await sandbox.changes(include=INCLUDE, max_bytes=0)
+        run.graded = sift(prepared.task, source.changes, everything.changes)
         with run.span(Phase.TESTS, "naive"):
-            run.naive = await _naive(sandbox, prepared)
+            try:
+                run.naive = await _naive(sandbox, prepared)
+            except FileError:  # an agent can fill its disk, or put a file where the tests belong
+                run.naive = 0
 
 
 async def _step(sandbox: Sandbox, call: Call, clock: Clock) -> Step:
@@ -165,7 +170,7 @@ async def _write_step(sandbox: Sandbox, path: str, data: bytes, clock: Clock) ->
     start, exit_code, said = clock(), 0, f"{len(data)} bytes"
     try:
         await sandbox.files.write(path, data)
-    except OSError as refused:
+    except FileError as refused:
         exit_code, said = 1, str(refused)
     return Step(f"write {path}", exit_code, (clock() - start) * 1e3, said)
 
@@ -199,8 +204,11 @@ async def _grade(client: Client, prepared: PreparedTask, run: _Run, index: int) 
     args = _args(prepared.base, (prepared.workspace, prepared.tests), labels)
     began = run.clock()
     async with run.sandbox(client, args, "grader", "grade_create") as sandbox:
-        with run.span(Phase.SETUP, "apply"):
-            await _apply(sandbox, prepared.task, run.graded)
+        try:
+            with run.span(Phase.SETUP, "apply"):
+                await _apply(sandbox, prepared.task, run.graded)
+        except (IsADirectoryError, NotADirectoryError, FileExistsError) as clash:
+            return Verdict(reward=0, reason=f"the changes to the source do not fit together: {clash}")
         with run.span(Phase.TESTS, "grade_tests"):
             result = await sandbox.exec(("/grading/bin/grade",), cwd="/", timeout=TESTS_TIMEOUT_S + 30)
     run.ms["grade"] = (run.clock() - began) * 1e3
@@ -210,7 +218,7 @@ async def _grade(client: Client, prepared: PreparedTask, run: _Run, index: int) 
 async def _apply(sandbox: Sandbox, task: Task, graded: Graded) -> None:
     """Put the kept changes in place. The tree is pristine and holds no link of the agent's, so every path means itself."""
     for change in graded.keep:
-        path = os.fsdecode(change.path)
+        path = os.fsdecode(change.path).lstrip("/")
         if change.kind is ChangeKind.DELETE or change.opaque:
             await _clear(sandbox, task, path)
         if change.data is not None:
