@@ -122,6 +122,8 @@ class Command:
             )  # fmt: skip
         except FileNotFoundError:
             self.done = ExecDone(exec_id=spec.exec_id, exit_code=127, incarnation=incarnation)
+            async with self.changed:
+                self.changed.notify_all()
             return
         readers = [self._read(1, self.process.stdout), self._read(2, self.process.stderr)]
         timed_out = None
@@ -146,6 +148,20 @@ class Command:
         )  # fmt: skip
         async with self.changed:
             self.changed.notify_all()
+
+    async def started(self) -> asyncio.subprocess.Process:
+        while self.process is None:
+            await asyncio.sleep(0.001)
+        return self.process
+
+    async def pump(self, call: Call) -> None:
+        stdin = (await self.started()).stdin
+        assert stdin is not None
+        with contextlib.suppress(Fault, ConnectionError):
+            async for data in call.data():
+                stdin.write(data)
+                await stdin.drain()
+            stdin.close()
 
     async def _read(self, channel: int, stream: asyncio.StreamReader | None) -> None:
         while stream is not None and (data := await stream.read(65536)):
@@ -405,6 +421,10 @@ class FakeEdge:
             task = asyncio.create_task(command.run(box.incarnation, box.root))
             box.tasks.add(task)
             task.add_done_callback(box.tasks.discard)
+            if params.stdin_open and params.follow:
+                pump = asyncio.create_task(command.pump(call))
+                box.tasks.add(pump)
+                pump.add_done_callback(box.tasks.discard)
         if params.detached and not params.follow:
             while command.process is None and command.done is None:
                 await asyncio.sleep(0)
@@ -424,10 +444,11 @@ class FakeEdge:
 
     async def exec_write(self, call: Call) -> object:
         command, params = self._command(call)
-        if command.process is None or command.process.stdin is None:
+        stdin = (await command.started()).stdin
+        if stdin is None:
             raise Fault(ErrorKind.INVALID, "stdin is closed")
-        command.process.stdin.write(params.data)
-        await command.process.stdin.drain()
+        stdin.write(params.data)
+        await stdin.drain()
         return {}
 
     async def exec_close_stdin(self, call: Call) -> object:

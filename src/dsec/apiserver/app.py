@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -78,6 +79,13 @@ class Entry:
             await self._app(scope, receive, tracked)
         except Fault as fault:
             body = fault.body
+        except asyncio.CancelledError:  # only the server's shutdown cancels requests
+            body = ErrorBody(
+                kind=ErrorKind.CONNECTION_LOST,
+                message="the apiserver is stopping",
+                hint="ask again; commands and sandboxes go on",
+                retryable=True,
+            )
         except Exception as error:
             log.error("request failed", request_id=request_id, path=scope["path"], exc_info=error)
             body = ErrorBody(

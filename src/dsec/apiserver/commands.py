@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import struct
+from collections.abc import Coroutine
 
 import msgspec
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from .fleet import EdgeLink
 
 MAX_EXEC_BODY = 24 * MAX_JSON
 MAX_REPLY = 4 * 1024 * 1024  # bytes of output in one answer; the rest is asked for with the cursor
+MIN_WAIT_S = 0.1  # what is there already, or a refusal, must have time to come back from the sandbox
 INLINE_STDIN = 256 * 1024  # more than this goes through exec.write, since a link message takes 1 MiB
 _EVENT_HEAD = struct.Struct("<BQ")
 
@@ -44,9 +46,8 @@ async def run(x: Exchange) -> Response:
     params["cursor"] = asked.cursor
     params["follow"] = True
     stream = await link.open("exec", params)
-    if rest:
-        _feed(link, params, rest)
-    reply = await _gather(stream, asked.wait_s)
+    feeding = _feed(params, _send_all(stream, rest)) if rest else None
+    reply = await _gather(stream, asked.wait_s, feeding)
     return x.reply(reply, incarnation=reply.done.incarnation if reply.done else x.asked_incarnation())
 
 
@@ -58,7 +59,7 @@ async def start(x: Exchange) -> Response:
     rest = _split_stdin(params)
     pid = (await link.call("exec", params, _Pid)).pid
     if rest:
-        _feed(link, params, rest)
+        _feed(params, _write_all(link, params, rest))
     return x.reply(Started(str(params["exec_id"]), pid), incarnation=incarnation, status=201)
 
 
@@ -140,14 +141,17 @@ async def _left(socket: WebSocket) -> None:
         pass
 
 
-async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
-    """Output and end of a command, or what there is of them when the time or the answer's size is up."""
+async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None] | None = None) -> ExecReply:
+    """Output and end of a command, or what there is of them when the time or the answer's size is up.
+
+    A stream that still carries stdin is then left to its feeder.
+    """
     out: list[bytes] = []
     err: list[bytes] = []
     size = 0
     done: ExecDone | None = None
     try:
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout(max(wait_s, MIN_WAIT_S)):
             async for item in stream:
                 if isinstance(item, Data):
                     (err if item.channel == 2 else out).append(item.data)
@@ -159,7 +163,8 @@ async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
     except TimeoutError:
         pass
     finally:
-        stream.cancel()
+        if feeding is None or feeding.done():
+            stream.cancel()
     return ExecReply(done=done, stdout=b"".join(out), stderr=b"".join(err))
 
 
@@ -184,23 +189,37 @@ def _split_stdin(params: dict[str, object]) -> bytes:
 _feeders: dict[tuple[str, str], asyncio.Task[None]] = {}
 
 
-def _feed(link: EdgeLink, params: dict[str, object], data: bytes) -> None:
-    """Writes the rest of stdin beside the request, once per command: a repeated request finds the feeder at work."""
+def _feed(params: dict[str, object], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Gives a command the rest of its stdin beside the request, once: a repeated request finds the feeder at work."""
     key = (str(params["sandbox"]), str(params["exec_id"]))
-    if key not in _feeders:
-        names = ("request_id", "sandbox", "incarnation", "exec_id")
-        base = {name: params[name] for name in names if name in params}
-        task = _feeders[key] = asyncio.create_task(_write_all(link, base, data))
+    task = _feeders.get(key)
+    if task is None:
+        task = _feeders[key] = asyncio.create_task(work)
         task.add_done_callback(lambda _: _feeders.pop(key, None))
+    else:
+        work.close()
+    return task
 
 
-async def _write_all(link: EdgeLink, base: dict[str, object], data: bytes) -> None:
+async def _send_all(stream: LinkStream, data: bytes) -> None:
+    """On the stream of the command itself. Output that nobody reads here any more is dropped: the cursor finds it again."""
+    try:
+        await stream.send(data)
+        await stream.end()
+    except Fault:
+        return  # the command ended without reading everything, or is gone: its own result says so
+
+
+async def _write_all(link: EdgeLink, params: dict[str, object], data: bytes) -> None:
+    """By separate requests, for a command whose stream has ended."""
+    names = ("request_id", "sandbox", "incarnation", "exec_id")
+    base = {name: params[name] for name in names if name in params}
     try:
         for start in range(0, len(data), INLINE_STDIN):
             await link.call("exec.write", {**base, "data": data[start : start + INLINE_STDIN]})
         await link.call("exec.close_stdin", base)
     except Fault:
-        return  # the command ended without reading everything, or is gone: its own result says so
+        return
 
 
 def signal_number(name: str | int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -46,7 +46,7 @@ class Exchange:
     """A request; handlers take one and return a Starlette response or raise a Fault."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
-        self.request = Request(scope, receive, send)
+        self.request = Request(scope, receive, send) if scope["type"] == "http" else HTTPConnection(scope)
         self.services = services
         self.request_id: str = scope["dsec.request_id"]
 
@@ -125,6 +125,7 @@ class Exchange:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; Fault connection_lost when the client goes away in the middle."""
         try:
+            assert isinstance(self.request, Request)
             async for part in self.request.stream():
                 if part:
                     yield part

@@ -48,15 +48,10 @@ class Placement:
         self._recent: dict[str, deque[tuple[float, int]]] = {}
 
     def choose(self, candidates: Iterable[Candidate], count: int = 1, exclude: Collection[str] = ()) -> str:
-        """The edge for `count` sandboxes, counted as placed there from now on. Fault capacity when no edge is left."""
+        """The edge for `count` sandboxes, counted as placed there from now on. Fault when there is none."""
         eligible = self._filter([c for c in candidates if c.name not in exclude])
         if not eligible:
-            raise Fault(
-                ErrorKind.CAPACITY,
-                "no edge can take a sandbox now" + (f" (refused by {', '.join(sorted(exclude))})" if exclude else ""),
-                hint="`dsec status` shows the edges; `dsec up` starts one",
-                retryable=True,
-            )
+            raise _nowhere(exclude)
         sampled = self._rng.sample(eligible, min(self._sample, len(eligible)))
         chosen = min(sampled, key=self.load)
         self._recent.setdefault(chosen.name, deque()).append((self._clock(), count))
@@ -93,3 +88,11 @@ class Placement:
         while recent and recent[0][0] < candidate.asked_at:
             recent.popleft()
         return sum(count for _, count in recent)
+
+
+def _nowhere(refused: Collection[str]) -> Fault:
+    hint = "`dsec status` shows the edges; `dsec up` starts one"
+    if not refused:
+        return Fault(ErrorKind.CONNECTION_LOST, "no edge answers", hint=hint, retryable=True)
+    names = ", ".join(sorted(refused))
+    return Fault(ErrorKind.CAPACITY, f"no edge can take a sandbox now (refused by {names})", hint=hint, retryable=True)

@@ -62,7 +62,8 @@ class Burst:
         self._count = count
         self._timeout = timeout
         self._outcomes: dict[int, Outcome] = {}
-        self._lines: AsyncIterator[Outcome] | None = None
+        self._ready: asyncio.Queue[Outcome | DSecError | None] = asyncio.Queue()
+        self._receiver: asyncio.Task[None] | None = None
         self._key, self._body = self._request()
 
     @property
@@ -90,26 +91,41 @@ class Burst:
         return args
 
     async def __aenter__(self) -> Self:
-        self._lines = self._receive()
+        self._receiver = asyncio.create_task(self._receive())
         return self
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Outcome:
-        if self._lines is None:
+        if self._receiver is None:
             raise InvalidRequest("a burst is used with `async with client.run_many(...) as burst`")
-        return await anext(self._lines)
+        outcome = await self._ready.get()
+        if isinstance(outcome, Outcome):
+            return outcome
+        self._ready.put_nowait(outcome)  # the end is the end for everybody who iterates
+        if outcome is None:
+            raise StopAsyncIteration
+        raise outcome
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            await lines.aclose()  # type: ignore[attr-defined]
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
         await self._stop_unclaimed()
 
-    async def _receive(self) -> AsyncIterator[Outcome]:
+    async def _receive(self) -> None:
+        try:
+            async for outcome in self._outcomes_of_all_connections():
+                self._ready.put_nowait(outcome)
+            self._ready.put_nowait(None)
+        except DSecError as error:
+            self._ready.put_nowait(error)
+
+    async def _outcomes_of_all_connections(self) -> AsyncIterator[Outcome]:
         """Outcomes as they come; a lost connection is made anew and what was seen already is skipped."""
         deadline = time.monotonic() + self._transport.request_timeout
         while len(self._outcomes) < self.total:

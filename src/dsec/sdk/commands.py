@@ -55,6 +55,7 @@ def body_of(
         idle_timeout=idle_timeout,
         max_output_bytes=max_output_bytes,
         merge_stderr=merge_stderr,
+        wait_s=WAIT_S,
     )
 
 

@@ -76,7 +76,7 @@ class Process:
                         raise cut(message.data, self._target)
         except aiohttp.WSServerHandshakeError as refused:
             # The refusal's text does not reach us this way: the plain request answers with the same error.
-            await self._transport.request("GET", self._path, query={"wait_s": "0"}, target=self._target)
+            await self._transport.request("GET", self._path, query={"wait_s": "1"}, target=self._target)
             raise ConnectionLost(f"the stream was refused: HTTP {refused.status}", retryable=True) from refused
 
     def _last(self, text: str) -> Exit:

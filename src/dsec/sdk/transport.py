@@ -45,6 +45,22 @@ class Reply(NamedTuple):
     body: bytes
 
 
+class _Source:
+    """A body that is made while it is sent. When making it fails, that is the caller's error, not the connection's."""
+
+    def __init__(self, body: AsyncIterator[bytes]) -> None:
+        self._body = body
+        self.error: Exception | None = None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._body:
+                yield piece
+        except Exception as error:
+            self.error = error
+            raise
+
+
 class Target(NamedTuple):
     """The sandbox a request is about; every answer's incarnation is compared with it."""
 
@@ -181,6 +197,7 @@ class Transport:
         if self._session is None:
             await self.open()
         assert self._session is not None
+        source = None if body is None or isinstance(body, bytes) else _Source(body)
         headers: dict[str, str] = {}
         if accept is not None:
             headers["Accept"] = accept
@@ -190,12 +207,14 @@ class Transport:
             response = await self._session.request(
                 method,
                 self.url(path, query),
-                data=body,
+                data=body if source is None else source.pieces(),
                 headers=headers,
                 timeout=self.timeout(wait),
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if source is not None and source.error is not None:
+                raise source.error from None
             raise self._lost(error, target) from error
         try:
             self.reached = True
@@ -224,7 +243,7 @@ class Transport:
                 timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
             )  # fmt: skip
         except aiohttp.WSServerHandshakeError:
-            raise
+            raise  # the caller asks again in a way that gets the error's text
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error, target) from error
         try:

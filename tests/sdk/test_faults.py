@@ -1,0 +1,111 @@
+"""What users see when processes between them and the sandbox die, and what the sandbox sees of it: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dsec import ConnectionLost, DSecClient, DSecContainerRunArgs, Exit, State, Stdout
+from tests.apiserver.fake_edge import FakeEdge
+from tests.apiserver.serving import KEY, apiserver, free_port
+
+BASE = DSecContainerRunArgs("debian@12")
+
+
+@pytest.fixture
+async def edge(tmp_path: Path) -> AsyncIterator[FakeEdge]:
+    async with FakeEdge(tmp_path) as edge:
+        yield edge
+
+
+async def test_commands_survive_the_apiserver(edge: FakeEdge) -> None:
+    port = free_port()
+    async with apiserver(edge.directory, edge, port=port) as url:
+        client = DSecClient(url, KEY, request_timeout=20)
+        sandbox = await client.run(BASE)
+        running = asyncio.ensure_future(sandbox.run_shell("echo one; until test -e go; do sleep 0.05; done; echo two"))
+        process = await sandbox.start("echo a; until test -e go; do sleep 0.05; done; echo b")
+        events = process.events()
+        assert await anext(events) == Stdout(b"a\n", 0)
+        while edge.runs != 2:
+            await asyncio.sleep(0.01)
+    (edge.boxes[sandbox.id].root / "go").touch()
+    async with apiserver(edge.directory, edge, port=port):
+        assert (await running).text == "one\ntwo\n"
+        rest = [event async for event in events]
+        assert rest[0] == Stdout(b"b\n", 2) and isinstance(rest[-1], Exit)
+        assert edge.runs == 2, "nothing ran twice"
+        await client.close()
+
+
+async def test_commands_survive_the_edge(edge: FakeEdge) -> None:
+    async with apiserver(edge.directory, edge) as url, DSecClient(url, KEY, request_timeout=20) as client:
+        sandbox = await client.run(BASE)
+        running = asyncio.ensure_future(sandbox.run_shell("echo one; until test -e go; do sleep 0.05; done; echo two"))
+        while not edge.runs:
+            await asyncio.sleep(0.01)
+        await edge.silence()
+        (edge.boxes[sandbox.id].root / "go").touch()
+        await edge.listen()
+        assert (await running).text == "one\ntwo\n"
+        assert edge.runs == 1
+
+
+async def test_a_lost_reply_makes_nothing_twice(edge: FakeEdge) -> None:
+    async with apiserver(edge.directory, edge) as url, DSecClient(url, KEY, request_timeout=20) as client:
+        edge.lose_replies.add("sandbox.create")
+        sandbox = await client.run(BASE)
+        assert list(edge.boxes) == [sandbox.id]
+        edge.lose_replies.add("exec")
+        assert (await sandbox.run_shell("echo x >> log; cat log")).text == "x\n"
+        assert edge.runs == 1
+        edge.lose_replies.add("sandbox.create_many")
+        async with client.run_many(BASE, count=5) as burst:
+            assert sorted([outcome.index async for outcome in burst]) == [0, 1, 2, 3, 4]
+        assert len(edge.boxes) == 6
+
+
+async def test_without_an_edge_errors_are_typed_and_quick(edge: FakeEdge) -> None:
+    async with apiserver(edge.directory, edge) as url:
+        async with DSecClient(url, KEY, request_timeout=0.5) as client:
+            sandbox = await client.run(BASE)
+            await edge.silence()
+            started = time.monotonic()
+            with pytest.raises(ConnectionLost) as caught:
+                await sandbox.info()
+            assert caught.value.retryable and "dsec status" in str(caught.value) and caught.value.request_id
+            with pytest.raises(ConnectionLost):
+                await client.run(BASE)
+            assert time.monotonic() - started < 10
+            await edge.listen()
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        assert (await sandbox.info()).state is State.RUNNING
+                        break
+                    except ConnectionLost:
+                        continue
+
+
+async def test_nobody_there() -> None:
+    started = time.monotonic()
+    with pytest.raises(ConnectionLost, match="dsec up"):
+        await DSecClient(f"http://127.0.0.1:{free_port()}", KEY).open()
+    assert time.monotonic() - started < 5, "a service that was never reached is not waited for"
+
+
+async def test_a_silent_server_meets_the_request_timeout() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(TimeoutError) as caught:
+        await DSecClient(f"http://127.0.0.1:{port}", KEY, request_timeout=0.3).open()
+    assert isinstance(caught.value, ConnectionLost)
+    server.close()
