@@ -57,6 +57,7 @@ def test_a_path_without_a_base_path_keeps_the_usual_directories(tiny: Tiny, stor
         ("debian@12", ("work@1", "work@2", "work@1"), "work@1 is there twice"),
         ("debian@12", ("work",), "several versions"),
         ("debian@12", ("../etc",), "not a layer reference"),
+        ("", (), "not a layer reference"),
     ],
 )
 def test_wrong_stacks_say_what_is_wrong(stocked: LayerStore, base: str, layers: tuple[str, ...], says: str) -> None:

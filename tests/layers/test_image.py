@@ -126,6 +126,14 @@ def test_bounds(store: LayerStore, scratch: Path, bounds: Bounds, what: str) -> 
     assert store.list() == []
 
 
+def test_the_top_may_be_a_link(store: LayerStore, scratch: Path, look: Look) -> None:
+    (scratch / "tree").mkdir()
+    (scratch / "tree" / "file").touch()
+    (scratch / "link").symlink_to("tree")
+    build(store, scratch / "link")
+    assert b"file" in by_path(look("tree@1"))
+
+
 def test_a_file_or_nothing_is_no_tree(store: LayerStore, scratch: Path) -> None:
     (scratch / "file").touch()
     for path in (scratch / "file", scratch / "missing"):

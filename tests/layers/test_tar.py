@@ -75,8 +75,9 @@ _SQUEEZE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
-@pytest.mark.parametrize("sparse", [[], ["--sparse"]])
+@pytest.mark.parametrize(
+    ("form", "sparse"), [("gnu", []), ("gnu", ["--sparse"]), ("pax", []), ("pax", ["--sparse"]), ("ustar", [])]
+)
 def test_what_gnu_tar_wrote_comes_back(scratch: Path, form: str, sparse: list[str]) -> None:
     tree = rich_tree(scratch / "source")
     (tree / "socket").unlink()  # tar stores none
@@ -84,8 +85,6 @@ def test_what_gnu_tar_wrote_comes_back(scratch: Path, form: str, sparse: list[st
     if form == "ustar":
         for path in (tree / "dir", tree / "dir" / "inner"):  # numbers that ustar can hold
             os.chown(path, 70_000, 70_000)
-        if sparse:
-            pytest.skip("ustar has no sparse files")
     deep = tree / ("d" * 45) / ("e" * 45) / ("f" * 45)
     deep.mkdir(parents=True)
     (deep / ("g" * (90 if form == "ustar" else 240))).write_text("long name")

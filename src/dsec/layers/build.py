@@ -55,6 +55,7 @@ def build_directory(
     check_name(name)
     check_version(version)
     where = _prefix(prefix)
+    path = path.resolve()  # the top may be a link; nothing below it is followed
     found = survey(path, bounds)
     with store.staging() as stage:
         tree = path

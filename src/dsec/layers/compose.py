@@ -48,7 +48,8 @@ def compose(store: LayerStore, container_image: str | None, layers: tuple[str, .
             hint="build several of them into one layer",
             limit=MAX_LAYERS,
         )
-    chosen = tuple(store.resolve(ref) for ref in (container_image or DEFAULT_BASE, *layers))
+    base = DEFAULT_BASE if container_image is None else container_image
+    chosen = tuple(store.resolve(ref) for ref in (base, *layers))
     _check_order(chosen)
     merged = Config()
     for layer in chosen:

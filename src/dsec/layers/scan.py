@@ -65,13 +65,17 @@ def _unfit(path: bytes, status: os.stat_result) -> bool:
 
 def survey(root: Path, bounds: Bounds) -> Survey:
     """Walk `root` without following links. Fault INVALID when it is no directory, TOO_LARGE beyond the bounds."""
-    top = os.fsencode(root)
     try:
-        status = os.lstat(top)
+        return _survey(os.fsencode(root), bounds, str(root))
     except OSError as error:
-        raise Fault(ErrorKind.INVALID, f"cannot read {root}: {error.strerror}") from None
+        where = os.fsdecode(error.filename) if error.filename is not None else str(root)
+        raise Fault(ErrorKind.INVALID, f"cannot read {where}: {error.strerror}", hint="check the path") from None
+
+
+def _survey(top: bytes, bounds: Bounds, what: str) -> Survey:
+    status = os.lstat(top)
     if not stat.S_ISDIR(status.st_mode):
-        raise Fault(ErrorKind.INVALID, f"{root} is not a directory", hint="a tar file is built with `build_tar`")
+        raise Fault(ErrorKind.INVALID, f"{what} is not a directory", hint="a tar file is built with `build_tar`")
     entries = size = 0
     as_is = not _unfit(top, status)
     linked: set[tuple[int, int]] = set()
@@ -87,5 +91,5 @@ def survey(root: Path, bounds: Bounds) -> Survey:
                 size += status.st_size
                 if status.st_nlink > 1:
                     linked.add((status.st_dev, status.st_ino))
-            bounds.check(size, entries, str(root))
+            bounds.check(size, entries, what)
     return Survey(entries=entries, size=size, as_is=as_is)
