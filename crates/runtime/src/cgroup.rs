@@ -70,6 +70,9 @@ pub struct Cgroups {
     unified: Option<OwnedFd>,
     /// `dsec-<name>` of the memory, cpu and pids hierarchies of v1.
     v1: Vec<OwnedFd>,
+    parent: String,
+    /// v1 `tasks` files of the groups this process came from.
+    origin: Vec<OwnedFd>,
 }
 
 fn group(slot: u32) -> String {
@@ -99,23 +102,39 @@ impl Cgroups {
             opened.push(make_and_open(&format!("{path}/{parent}"))?);
         }
         let unified = unified.and_then(|_| opened.pop());
-        let groups = Cgroups { kind, unified, v1: opened };
-        groups.settle()?;
+        let mut groups = Cgroups { kind, unified, v1: opened, parent, origin: Vec::new() };
+        groups.settle(&v1)?;
         Ok(groups)
     }
 
     /// v1: this process, and so every PID 1 it clones, goes to `aethers` in memory and pids (not in cpu: aether answers
     /// at the weight of a platform process). v2: controllers are handed down to the sandboxes' groups.
-    fn settle(&self) -> Result<(), Failure> {
+    fn settle(&mut self, mount_points: &[String]) -> Result<(), Failure> {
         if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
             return enable_controllers(unified.as_raw_fd(), ".");
         }
+        let own = std::fs::read_to_string("/proc/self/cgroup").map_err(Errno::from);
+        let own = own.at(STAGE, || "read /proc/self/cgroup".into())?;
         for index in [0, 2] {
+            let tasks = format!("{}{}/tasks", mount_points[index], own_group(&own, CONTROLLERS[index]));
+            self.origin.extend(sys::openat(libc::AT_FDCWD, &c(tasks), libc::O_WRONLY, 0));
             let parent = self.v1[index].as_raw_fd();
             ignore_existing(sys::mkdirat(parent, c"aethers", 0o755)).at(STAGE, || "create group aethers".into())?;
             sys::write_file(parent, c"aethers/tasks", b"0").at(STAGE, || "join group aethers".into())?;
         }
         Ok(())
+    }
+
+    /// Goes back where this process came from and removes what is empty: all, unless sandboxes live on.
+    pub fn leave(&self) {
+        for tasks in &self.origin {
+            let _ = sys::write(tasks.as_raw_fd(), b"0");
+        }
+        let own = c(format!("../{}", self.parent));
+        for parent in self.v1.iter().chain(&self.unified) {
+            let _ = sys::unlinkat(parent.as_raw_fd(), c"aethers", libc::AT_REMOVEDIR);
+            let _ = sys::unlinkat(parent.as_raw_fd(), &own, libc::AT_REMOVEDIR);
+        }
     }
 
     /// Makes the groups of a slot; `root` is the host's id of the sandbox's root, to whom the v2 tree is delegated.
@@ -340,6 +359,15 @@ fn find_hierarchies(mountinfo: &str) -> (Option<String>, Vec<String>) {
     (unified, v1.into_iter().flatten().collect())
 }
 
+/// The group of a v1 hierarchy in the text of /proc/self/cgroup.
+fn own_group<'a>(text: &'a str, controller: &str) -> &'a str {
+    let group = text.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers.split(',').any(|c| c == controller).then_some(path)
+    });
+    group.unwrap_or("/")
+}
+
 fn make_and_open(path: &str) -> Result<OwnedFd, Failure> {
     ignore_existing(sys::mkdirat(libc::AT_FDCWD, &c(path), 0o755)).at(STAGE, || format!("create {path}"))?;
     sys::openat(libc::AT_FDCWD, &c(path), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, || format!("open {path}"))
@@ -406,6 +434,14 @@ mod tests {
         let (unified, v1) = find_hierarchies(text);
         assert_eq!(unified.as_deref(), Some("/sys/fs/cgroup/unified"));
         assert_eq!(v1, ["/sys/fs/cgroup/memory", "/sys/fs/cgroup/cpu", "/sys/fs/cgroup/pids"]);
+    }
+
+    #[test]
+    fn finds_own_group() {
+        let text = "8:pids:/a\n4:memory:/b/c\n1:cpu,cpuacct:/d\n0::/e\n";
+        assert_eq!(own_group(text, "memory"), "/b/c");
+        assert_eq!(own_group(text, "cpu"), "/d");
+        assert_eq!(own_group(text, "freezer"), "/");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The end of a slot: kill, reap, remove groups, upper and sockets, take the id range back.
 
+use super::poller::Token;
 use super::wire::Reply;
 use super::{log, Launcher, Phase, Tenant};
 use crate::cgroup::Usage;
@@ -117,25 +118,24 @@ impl Launcher {
 
     /// The edge is gone: what is not a sandbox yet ends with us; sandboxes live on.
     pub fn leave(&mut self) {
-        let unborn = |t: &Tenant| !matches!(t.phase, Phase::Live | Phase::Ended);
-        let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| unborn(t)).map(|(n, _)| *n).collect();
-        for number in &numbers {
-            self.dispose(*number);
-        }
-        for begun in std::mem::take(&mut self.begun) {
-            // Its PID 1 ends when it finds its socket closed.
-            let number = begun.number;
-            drop(begun);
-            self.remove_remains(number);
-        }
         let deadline = now_us() + 5_000_000;
-        while numbers.iter().any(|n| self.tenants.contains_key(n)) && now_us() < deadline {
+        loop {
+            let unborn = |t: &Tenant| !matches!(t.phase, Phase::Live | Phase::Ended);
+            let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| unborn(t)).map(|(n, _)| *n).collect();
+            if (numbers.is_empty() && self.begun.is_empty()) || now_us() > deadline {
+                break;
+            }
+            numbers.into_iter().for_each(|number| self.dispose(number));
             for token in self.poller.wait(2) {
-                if let super::Token::End(number) = token {
-                    self.pid1_ended(number);
+                match token {
+                    Token::End(number) => self.pid1_ended(number),
+                    Token::Zygote if !self.zygote_answered() => self.begun.clear(),
+                    _ => {}
                 }
             }
             self.run_timers();
         }
+        self.tools.zygote.end();
+        self.tools.cgroups.leave();
     }
 }

@@ -50,6 +50,7 @@ pub struct Newborn {
 /// The launcher's end. Orders are answered in their order.
 pub struct Zygote {
     socket: OwnedFd,
+    pid: i32,
 }
 
 impl Zygote {
@@ -60,12 +61,20 @@ impl Zygote {
         match unsafe { libc::fork() } {
             0 => execute(&theirs, null),
             -1 => Err(Failure::new(STAGE, "fork the zygote", libc::EAGAIN)),
-            _ => Ok(Zygote { socket: ours }),
+            pid => Ok(Zygote { socket: ours, pid }),
         }
     }
 
     pub fn fd(&self) -> RawFd {
         self.socket.as_raw_fd()
+    }
+
+    /// Ends the process: it finds its socket closed.
+    pub fn end(&self) {
+        unsafe {
+            let _ = crate::sys!(SYS_shutdown, self.socket.as_raw_fd(), libc::SHUT_RDWR);
+            let _ = crate::sys!(SYS_wait4, self.pid, 0, 0, 0);
+        }
     }
 
     pub fn order(&self, root: u32, ids: u32, control: &OwnedFd, cgroup: Option<&OwnedFd>) -> Result<(), Failure> {
