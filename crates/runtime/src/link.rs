@@ -204,7 +204,9 @@ impl Ledger {
                 self.send = self.send.saturating_add(u32_at(frame.payload, 0).unwrap_or(0).into());
                 return Ok(Event::Nothing);
             }
-            _ if stream > self.highest || stream % 2 == 0 => return Err(ProtocolError("stream was never opened")),
+            _ if stream > self.highest || stream.is_multiple_of(2) => {
+                return Err(ProtocolError("stream was never opened"))
+            }
             Kind::Data => return self.data(frame, out),
             Kind::Credit | Kind::End | Kind::Cancel => {}
         }

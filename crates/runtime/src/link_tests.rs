@@ -204,7 +204,7 @@ fn random_bytes_never_panic() {
         let mut bytes = Vec::new();
         while bytes.len() < 400 {
             let size = next() % 40;
-            if next() % 4 > 0 {
+            if !next().is_multiple_of(4) {
                 bytes.extend_from_slice(&(5 + size as u32).to_le_bytes()); // a plausible header, so that it gets further
                 bytes.extend_from_slice(&[(next() % 11) as u8, (next() % 6) as u8, 0, 0, 0]);
             }

@@ -7,7 +7,10 @@
 use super::conn::{Job, Sink, Step};
 use super::fault::Fault;
 use super::os::{self, check, cstring, Fd, SAFE};
+use super::tar::Tar;
+use super::untar::Untar;
 use super::users::{self, User};
+use super::walk::{List, Remove, Streamed};
 use crate::birth::Birth;
 use crate::msgpack::{Pack, Value};
 use std::ffi::{CStr, CString};
@@ -43,6 +46,13 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
         }
         "fs.write" => job(WriteFile::open(&path("path")?, mode(params)?, owner(params)?, user.clone())?),
         "fs.mkdir" => make_directory(&path("path")?, mode(params)?, flag("parents", false)),
+        "fs.list" => {
+            let depth = number(params, "depth")?.unwrap_or(1).clamp(1, 1024) as usize;
+            job(Streamed::new(user.clone(), List::open(&path("path")?, depth)?))
+        }
+        "fs.remove" => remove(&path("path")?, flag("recursive", false), user.clone()),
+        "fs.tar" => job(Streamed::new(user.clone(), Tar::open(&path("path")?)?)),
+        "fs.untar" => job(Untar::open(&path("path")?, user.clone())?),
         "fs.move" => rename(&path("source")?, &path("target")?),
         _ => Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's"))),
     }
@@ -143,6 +153,15 @@ pub struct Place {
 impl Place {
     pub fn of(path: &CStr, make_parents: bool) -> Result<Place, Fault> {
         Place::below(libc::AT_FDCWD, path, make_parents).map_err(|errno| Fault::file(errno, path.to_bytes()))
+    }
+
+    /// Opens a directory itself; it is made, with all above it, when it is missing.
+    pub fn directory(path: &CStr) -> Result<Fd, Fault> {
+        let opened = match open_directory(libc::AT_FDCWD, path) {
+            Err(libc::ENOENT) => make_directories(libc::AT_FDCWD, path.to_bytes()),
+            other => other,
+        };
+        opened.map_err(|errno| Fault::file(errno, path.to_bytes()))
     }
 
     fn below(dir: i32, path: &CStr, make_parents: bool) -> os::Result<Place> {
@@ -279,6 +298,20 @@ fn make_directory(path: &CStr, mode: Option<u32>, parents: bool) -> Result<Answe
         check(unsafe { libc::fchmod(made.0, mode) }).map_err(fault)?;
     }
     nothing()
+}
+
+fn remove(path: &CStr, recursive: bool, user: User) -> Result<Answer, Fault> {
+    let fault = |errno| Fault::file(errno, path.to_bytes());
+    let place = Place::of(path, false)?;
+    let is_directory = kind(&os::lstat(place.dir.0, &place.name).map_err(fault)?) == libc::S_IFDIR;
+    if is_directory && recursive {
+        return job(Remove::open(path, place, user)?);
+    }
+    let flag = if is_directory { libc::AT_REMOVEDIR } else { 0 };
+    match check(unsafe { libc::unlinkat(place.dir.0, place.name.as_ptr(), flag) }) {
+        Err(libc::ENOTEMPTY) => Err(fault(libc::ENOTEMPTY).hint("remove it with recursive=True")),
+        other => other.map_err(fault).and_then(|_| nothing()),
+    }
 }
 
 fn rename(source: &CStr, target: &CStr) -> Result<Answer, Fault> {

@@ -57,11 +57,6 @@ fn put_head(length: usize, stream: u8, out: &mut [u8; MAX_HEAD]) -> usize {
 }
 
 impl Log {
-    /// Output bytes kept.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// What the log takes: (memory, file).
     pub fn weight(&self) -> (usize, u64) {
         (self.memory.capacity() + 16 * self.marks.capacity(), if self.file.is_some() { self.size } else { 0 })
@@ -183,7 +178,7 @@ mod tests {
     fn read_all(log: &Log, cursor: u64, step: usize, scratch: &mut Scratch) -> [Vec<u8>; 2] {
         let mut streams = [Vec::new(), Vec::new()];
         let mut place = log.locate(cursor, scratch).expect("locate");
-        assert_eq!(place.cursor, cursor.min(log.bytes()));
+        assert_eq!(place.cursor, cursor.min(log.bytes));
         while log.behind(&place) > 0 {
             let stream = log.next_stream(&mut place, scratch).expect("head");
             let mut buffer = vec![0; step];
@@ -226,7 +221,7 @@ mod tests {
         for i in 0..200_000u32 {
             assert!(log.append((i % 2) as u8, b"x", spill.0));
         }
-        assert_eq!((log.size, log.bytes()), (400_000, 200_000));
+        assert_eq!((log.size, log.bytes), (400_000, 200_000));
         assert!(log.weight().0 < 1024);
     }
 

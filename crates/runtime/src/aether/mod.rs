@@ -11,7 +11,10 @@ mod files;
 mod log;
 mod os;
 mod spawn;
+mod tar;
+mod untar;
 mod users;
+mod walk;
 
 use crate::birth::Sandbox;
 use chronus::Chronus;

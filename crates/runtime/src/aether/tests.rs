@@ -253,6 +253,29 @@ impl Client {
         self.finish(stream)
     }
 
+    /// A call that takes data, sent within credit.
+    fn upload(&mut self, method: &str, params: Fields, bytes: &[u8]) -> Result {
+        let stream = self.open(method, params.into());
+        let mut credit = STREAM_CREDIT as usize;
+        for chunk in bytes.chunks(60_000) {
+            while credit <= chunk.len() {
+                match self.frame().expect("credit") {
+                    (Kind::Credit, of, size) if of == stream => {
+                        credit += u32::from_le_bytes(size.try_into().expect("u32")) as usize;
+                    }
+                    (Kind::Error, of, error) if of == stream => {
+                        return Result { error: Some(error), ..Result::default() };
+                    }
+                    _ => {}
+                }
+            }
+            self.data(stream, chunk);
+            credit -= chunk.len() + 1;
+        }
+        self.send(Kind::End, stream, b"");
+        self.finish(stream)
+    }
+
     fn exec(&mut self, command: Exec) -> Result {
         self.call("exec", command.0.into())
     }
@@ -614,20 +637,11 @@ fn files_are_written_whole_and_read_in_parts() {
     let file = inside.path("a/b/c \u{e9}\n.txt");
     let big: Vec<u8> = (0..3_000_000u32).map(|i| (i % 253) as u8).collect();
     let stream = client.open("fs.write", path(&file).into());
-    let mut credit = STREAM_CREDIT as usize;
-    for chunk in big.chunks(60_000) {
-        while credit <= chunk.len() {
-            let (kind, of, payload) = client.frame().expect("credit");
-            if (kind, of) == (Kind::Credit, stream) {
-                credit += u32::from_le_bytes(payload.try_into().expect("u32")) as usize;
-            }
-        }
-        client.data(stream, chunk);
-        credit -= chunk.len() + 1;
-        assert!(!file.exists(), "not there before it is whole");
-    }
-    client.send(Kind::End, stream, b"");
-    assert_eq!(client.finish(stream).number("size"), 3_000_000);
+    client.data(stream, &big[..60_000]);
+    client.call("hello", Pack::default().map(0)).value();
+    assert!(!file.exists(), "not there before it is whole");
+    client.send(Kind::Cancel, stream, b"");
+    assert_eq!(client.upload("fs.write", path(&file), &big).number("size"), 3_000_000);
     let stat = client.call("fs.stat", path(&file).into());
     assert_eq!((stat.text("kind"), stat.number("size"), stat.number("mode")), (Some("file"), 3_000_000, 0o644));
     let whole = client.call("fs.read", path(&file).into());
@@ -688,4 +702,172 @@ fn file_errors_have_kinds() {
     assert_eq!(client.call("fs.read", stranger().into()).fault().0, "file_permission");
     assert_eq!(client.call("fs.write", stranger().into()).fault().0, "file_permission");
     assert_eq!(client.call("fs.read", path(&inside.path("file")).into()).streams[0], b"x", "and root again");
+}
+
+/// Concatenated msgpack maps, told apart by trying lengths: small lists only.
+fn infos(mut bytes: &[u8]) -> Vec<(Vec<u8>, String, Option<Vec<u8>>)> {
+    let mut found = Vec::new();
+    while !bytes.is_empty() {
+        let (value, size) = (1..=bytes.len()).find_map(|n| Some((Value::check(&bytes[..n])?, n))).expect("a map");
+        let field = |key| value.get(key).and_then(Value::bytes);
+        let kind = value.get("kind").and_then(Value::str).expect("kind").to_owned();
+        found.push((field("path").expect("path").to_vec(), kind, field("target").map(<[u8]>::to_vec)));
+        bytes = &bytes[size..];
+    }
+    found
+}
+
+fn make_tree(dir: &Path) {
+    use std::os::unix::ffi::OsStrExt;
+    let name = |bytes: &[u8]| dir.join(std::ffi::OsStr::from_bytes(bytes));
+    std::fs::create_dir_all(name(b"b/deep/er")).expect("directories");
+    std::fs::write(name(b"a"), vec![b'a'; 513]).expect("file");
+    std::fs::write(name(b"empty"), b"").expect("file");
+    std::fs::write(name(b"b/x \xff\n"), b"name of any bytes").expect("file");
+    std::fs::write(name(&[&[b'n'; 150][..], b"\xfe"].concat()), vec![7; 200_000]).expect("long name");
+    std::fs::hard_link(name(b"a"), name(b"b/hard")).expect("link");
+    std::os::unix::fs::symlink("../a", name(b"b/link")).expect("link");
+    std::os::unix::fs::symlink("/etc/passwd", name(b"out")).expect("link");
+    std::os::unix::fs::symlink("t".repeat(180), name(b"far")).expect("link");
+    std::fs::set_permissions(name(b"empty"), std::os::unix::fs::PermissionsExt::from_mode(0o4751)).expect("mode");
+    std::fs::set_permissions(name(b"b/deep"), std::os::unix::fs::PermissionsExt::from_mode(0o710)).expect("mode");
+    let fifo = os::cstring(name(b"fifo").as_os_str().as_encoded_bytes()).expect("path");
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+}
+
+#[test]
+fn lists_are_sorted_and_as_deep_as_asked() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let tree = inside.path("tree");
+    make_tree(&tree);
+    let flat = client.call("fs.list", path(&tree).into());
+    let found = infos(&flat.streams[0]);
+    assert_eq!((flat.number("count"), found.len()), (7, 7));
+    assert!(found.is_sorted() && found.iter().all(|(path, ..)| path.starts_with(tree.as_os_str().as_encoded_bytes())));
+    let kinds: Vec<&str> = found.iter().map(|(_, kind, _)| kind.as_str()).collect();
+    assert_eq!(kinds, ["file", "directory", "file", "symlink", "fifo", "file", "symlink"]);
+    assert_eq!(found[6].2.as_deref(), Some(&b"/etc/passwd"[..]));
+    let deep = client.call("fs.list", path(&tree).with("depth", Pack::default().uint(2)).into());
+    assert_eq!(deep.number("count"), 11, "b has four entries, er is one deeper");
+    assert_eq!(client.call("fs.list", path(&tree.join("a")).into()).fault().0, "not_a_directory");
+    assert_eq!(client.call("fs.list", path(&tree.join("none")).into()).fault().0, "file_not_found");
+}
+
+#[test]
+fn removing_follows_no_link() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let tree = inside.path("tree");
+    make_tree(&tree);
+    std::fs::create_dir(inside.path("kept")).expect("directory");
+    std::fs::write(inside.path("kept/file"), "x").expect("file");
+    std::os::unix::fs::symlink("../kept", tree.join("to-kept")).expect("link");
+    (0..3000).for_each(|i| std::fs::write(tree.join(format!("b/deep/many-{i}")), "").expect("file"));
+    assert_eq!(client.call("fs.remove", path(&tree).into()).fault().0, "file_exists");
+    client.call("fs.remove", path(&tree).with("recursive", yes()).into()).value();
+    assert!(!tree.exists() && inside.path("kept/file").exists());
+    assert_eq!(client.call("fs.remove", path(&tree).into()).fault().0, "file_not_found");
+    client.call("fs.remove", path(&inside.path("kept/file")).into()).value();
+    client.call("fs.remove", path(&inside.path("kept")).into()).value();
+}
+
+#[test]
+fn a_tree_goes_out_as_tar_and_in_again() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let (tree, copy) = (inside.path("tree"), inside.path("some/copy"));
+    make_tree(&tree);
+    let out = client.call("fs.tar", path(&tree).into());
+    assert_eq!(out.number("entries"), 11, "all but the FIFO");
+    std::fs::write(inside.path("tree.tar"), &out.streams[0]).expect("file");
+    let listed = client.shell("tar -tf tree.tar | wc -l; tar --compare -f tree.tar -C tree && echo same");
+    assert_eq!(std::str::from_utf8(&listed.streams[1]), Ok("11\nsame\n"), "as GNU tar sees it");
+    assert_eq!(client.upload("fs.untar", path(&copy), &out.streams[0]).number("entries"), 11);
+    let same = client.shell("rm tree/fifo; diff -r --no-dereference tree some/copy && tar --compare -f tree.tar -C some/copy && stat -c %h some/copy/a");
+    assert_eq!(std::str::from_utf8(&same.streams[1]), Ok("2\n"), "{same:?}");
+    let gnu = client.exec(Exec::line(b"tar -C tree --format=gnu -cf - ."));
+    assert_eq!(client.upload("fs.untar", path(&inside.path("gnu")), &gnu.streams[1]).number("entries"), 11);
+    assert_eq!(client.shell("diff -r --no-dereference tree gnu").code(), 0);
+    let single = client.call("fs.tar", path(&tree.join("a")).into());
+    assert_eq!((single.number("entries"), single.streams[0].len()), (1, 512 + 1024 + 1024));
+}
+
+/// One entry with its body, as a tar stream would have it.
+fn entry(name: &[u8], flag: u8, link: &[u8], body: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    tar::put_block(&mut out, name, flag, 0o644, (0, 0), body.len() as u64, 0, link);
+    out.extend_from_slice(body);
+    out.resize(out.len().next_multiple_of(tar::BLOCK), 0);
+    out
+}
+
+#[test]
+fn no_archive_writes_outside_its_target() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let (target, outside) = (inside.path("target"), inside.path("outside"));
+    std::fs::create_dir_all(&target).expect("directory");
+    std::fs::create_dir_all(&outside).expect("directory");
+    std::fs::write(outside.join("file"), "untouched").expect("file");
+    let to_outside = outside.as_os_str().as_encoded_bytes();
+    let file = [to_outside, b"/file"].concat();
+    for (archive, kind) in [
+        (entry(b"../outside/file", b'0', b"", b"evil"), Some("file_invalid")),
+        (entry(b"a/../../outside/file", b'0', b"", b"evil"), Some("file_invalid")),
+        (entry(&file, b'0', b"", b"lands below the target"), None),
+        ([entry(b"l", b'2', to_outside, b""), entry(b"l/file", b'0', b"", b"evil")].concat(), Some("not_a_directory")),
+        ([entry(b"d", b'2', b"../outside", b""), entry(b"d", b'5', b"", b"")].concat(), Some("not_a_directory")),
+        ([entry(b"f", b'2', &file, b""), entry(b"f", b'0', b"", b"replaces the link")].concat(), None),
+        (entry(b"h", b'1', b"../outside/file", b""), Some("file_invalid")),
+        ([entry(b"m", b'2', to_outside, b""), entry(b"h", b'1', b"m/file", b"")].concat(), Some("not_a_directory")),
+        (entry(b"dev", b'3', b"", b""), None),
+        (entry(b"sparse", b'S', b"", b""), Some("file_invalid")),
+        (entry(b"cut", b'0', b"", b"body")[..514].to_vec(), Some("file_invalid")),
+        (entry(b"sum", b'0', b"", b"").iter().map(|b| b ^ 1).collect(), Some("file_invalid")),
+        ([entry(b"x", b'x', b"", b"9999999 path=x\n"), entry(b"y", b'0', b"", b"")].concat(), Some("file_invalid")),
+    ] {
+        let result = client.upload("fs.untar", path(&target), &archive);
+        assert_eq!(
+            result.error.is_some().then(|| result.fault().0).as_deref(),
+            kind,
+            "{:?}",
+            String::from_utf8_lossy(&archive[..20])
+        );
+    }
+    let left: Vec<_> = std::fs::read_dir(&outside).expect("directory").flatten().map(|e| e.file_name()).collect();
+    assert_eq!((left.len(), std::fs::read(outside.join("file")).expect("file")), (1, b"untouched".to_vec()));
+    assert_eq!(std::fs::read(target.join("f")).expect("file"), b"replaces the link");
+    assert!(!target.join("cut").exists() && !target.join("dev").exists());
+}
+
+#[test]
+fn mutated_archives_end_in_errors_at_worst() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    make_tree(&inside.path("tree"));
+    std::fs::remove_file(inside.path("tree/a")).expect("file");
+    let whole = client.call("fs.tar", path(&inside.path("tree")).into()).streams[0].clone();
+    let mut state = 88_172_645_463_325_252u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as usize
+    };
+    for round in 0..200 {
+        let mut bytes = whole.clone();
+        for _ in 0..1 + next() % 3 {
+            let block = next() % (bytes.len() / 512) * 512;
+            bytes[block + next() % 512] = next() as u8;
+            if bytes[block + 257..block + 262] == *b"ustar" {
+                bytes[block + 148..block + 156].fill(b' '); // a checksum that fits, so that it gets further
+                let sum: u32 = bytes[block..block + 512].iter().map(|b| u32::from(*b)).sum();
+                bytes[block + 148..block + 156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+            }
+        }
+        let result = client.upload("fs.untar", path(&inside.path("fuzz")), &bytes);
+        assert!(result.reply.is_some() || result.error.is_some(), "round {round}");
+    }
+    assert_eq!(client.shell("rm -rf fuzz; echo alive").streams[1], b"alive\n");
 }

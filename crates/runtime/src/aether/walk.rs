@@ -1,0 +1,346 @@
+//! Walking trees of the sandbox in bounded pieces: listing and removing. Links are never followed, nothing is trusted to
+//! stay what it was, and depth and memory have limits whatever the tree holds.
+
+use super::conn::{Job, Sink, Step};
+use super::fault::Fault;
+use super::files::{kind, pack_info, Acting, Place};
+use super::os::{self, check, Fd, BENEATH, SAFE};
+use super::users::User;
+use crate::msgpack::Pack;
+use std::ffi::{CStr, CString};
+
+/// Directories inside directories: each holds a descriptor while it is walked.
+const MAX_DEPTH: usize = 128;
+/// Bytes of names that a walk keeps in order to sort them.
+const MAX_NAMES: usize = 16 << 20;
+/// One call to the kernel brings so many bytes of directory entries.
+const BATCH: usize = 32 * 1024;
+/// A piece of a walk ends after so many entries or so many bytes.
+const ENTRIES_A_STEP: usize = 128;
+const BYTES_A_STEP: usize = 48 * 1024;
+
+fn fault(errno: i32, path: &[u8]) -> Fault {
+    match errno {
+        libc::ENOTDIR | libc::ELOOP => Fault::file(libc::ENOTDIR, path),
+        other => Fault::file(other, path),
+    }
+}
+
+/// Opens a directory to read its entries.
+pub fn open_to_list(dir: i32, name: &CStr, resolve: u64) -> os::Result<Fd> {
+    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NONBLOCK;
+    os::open(dir, name, flags, 0, resolve)
+}
+
+/// Calls `each` with name and d_type of the next entries of a directory. False: there were none.
+fn read_names(dir: i32, mut each: impl FnMut(&CStr, u8)) -> os::Result<bool> {
+    let mut buffer = Vec::<u8>::with_capacity(BATCH);
+    let size = check(unsafe { libc::syscall(libc::SYS_getdents64, dir, buffer.as_mut_ptr(), BATCH) })? as usize;
+    // SAFETY: the kernel wrote `size` bytes, at most the capacity.
+    unsafe { buffer.set_len(size) };
+    let mut rest = &buffer[..];
+    while let Some((head, _)) = rest.split_at_checked(19) {
+        let length = usize::from(u16::from_ne_bytes([head[16], head[17]]));
+        let Some((entry, behind)) = rest.split_at_checked(length) else { break };
+        if let Ok(name) = CStr::from_bytes_until_nul(&entry[19..]) {
+            if name != c"." && name != c".." {
+                each(name, head[18]);
+            }
+        }
+        rest = behind;
+    }
+    Ok(size > 0)
+}
+
+struct Level {
+    dir: Fd,
+    /// Names, each with its NUL; where each starts, in order once all are there.
+    names: Vec<u8>,
+    starts: Vec<u32>,
+    next: usize,
+    complete: bool,
+    /// Length of the path down to here.
+    path: usize,
+}
+
+pub struct Entry {
+    pub name: CString,
+    /// From the walk's root.
+    pub path: Vec<u8>,
+    pub stat: libc::stat,
+}
+
+pub enum Walked {
+    Entry(Entry),
+    /// Still reading a large directory.
+    Busy,
+    End,
+}
+
+/// A tree in the order of its names, directories before what is in them.
+pub struct Walk {
+    levels: Vec<Level>,
+    path: Vec<u8>,
+    names: usize,
+}
+
+impl Walk {
+    pub fn new(dir: Fd) -> Walk {
+        let mut walk = Walk::empty();
+        walk.push(dir);
+        walk
+    }
+
+    pub fn empty() -> Walk {
+        Walk { levels: Vec::new(), path: Vec::new(), names: 0 }
+    }
+
+    fn push(&mut self, dir: Fd) {
+        let (names, starts, path) = (Vec::new(), Vec::new(), self.path.len());
+        self.levels.push(Level { dir, names, starts, next: 0, complete: false, path });
+    }
+
+    /// The directory of the entry that came last.
+    pub fn dir(&self) -> i32 {
+        self.levels.last().map_or(-1, |level| level.dir.0)
+    }
+
+    pub fn depth(&self) -> usize {
+        self.levels.len()
+    }
+
+    pub fn next(&mut self) -> Result<Walked, Fault> {
+        loop {
+            let Some(level) = self.levels.last_mut() else { return Ok(Walked::End) };
+            self.path.truncate(level.path);
+            if !level.complete {
+                let read = level.fill().map_err(|errno| fault(errno, &self.path))?;
+                self.names += read;
+                return match self.names > MAX_NAMES {
+                    true => {
+                        Err(Fault::new("too_large", format!("{}: too many names", String::from_utf8_lossy(&self.path))))
+                    }
+                    false => Ok(Walked::Busy),
+                };
+            }
+            let Some(start) = level.starts.get(level.next) else {
+                self.names -= level.names.len();
+                self.levels.pop();
+                continue;
+            };
+            level.next += 1;
+            let name = CStr::from_bytes_until_nul(&level.names[*start as usize..]).unwrap_or(c"").to_owned();
+            if level.path > 0 {
+                self.path.push(b'/');
+            }
+            self.path.extend_from_slice(name.to_bytes());
+            match os::lstat(level.dir.0, &name) {
+                Ok(stat) => return Ok(Walked::Entry(Entry { name, path: self.path.clone(), stat })),
+                Err(libc::ENOENT) => {} // gone since it was listed
+                Err(errno) => return Err(fault(errno, &self.path)),
+            }
+        }
+    }
+
+    /// Goes into the directory that came last.
+    pub fn descend(&mut self, name: &CStr) -> Result<(), Fault> {
+        if self.levels.len() >= MAX_DEPTH {
+            let path = String::from_utf8_lossy(&self.path);
+            return Err(Fault::new("file_invalid", format!("{path}: more than {MAX_DEPTH} directories deep")));
+        }
+        match open_to_list(self.dir(), name, BENEATH) {
+            Ok(dir) => self.push(dir),
+            Err(libc::ENOENT | libc::ENOTDIR | libc::ELOOP) => {} // it was replaced: no directory any more
+            Err(errno) => return Err(fault(errno, &self.path)),
+        }
+        Ok(())
+    }
+}
+
+impl Level {
+    /// Reads some names; sorts them when there are no more. How many bytes came.
+    fn fill(&mut self) -> os::Result<usize> {
+        let (names, starts) = (&mut self.names, &mut self.starts);
+        let before = names.len();
+        let more = read_names(self.dir.0, |name, _| {
+            starts.push(names.len() as u32);
+            names.extend_from_slice(name.to_bytes_with_nul());
+        })?;
+        if !more {
+            self.complete = true;
+            let name = |start: &u32| CStr::from_bytes_until_nul(&self.names[*start as usize..]).unwrap_or(c"");
+            self.starts.sort_unstable_by(|a, b| name(a).cmp(name(b)));
+        }
+        Ok(self.names.len() - before)
+    }
+}
+
+/// Something that makes a stream of bytes, a piece at a time.
+pub trait Source {
+    /// Adds to `out`; the reply once there is no more.
+    fn produce(&mut self, out: &mut Vec<u8>) -> Result<Option<Vec<u8>>, Fault>;
+}
+
+/// Sends what a source makes, as the user who asked.
+pub struct Streamed {
+    user: User,
+    source: Box<dyn Source>,
+    pending: Vec<u8>,
+    sent: usize,
+    reply: Option<Vec<u8>>,
+}
+
+impl Streamed {
+    pub fn new(user: User, source: impl Source + 'static) -> Streamed {
+        Streamed { user, source: Box::new(source), pending: Vec::new(), sent: 0, reply: None }
+    }
+}
+
+impl Job for Streamed {
+    fn step(&mut self, sink: &mut Sink) -> Result<Step, Fault> {
+        if self.sent == self.pending.len() {
+            if let Some(reply) = self.reply.take() {
+                return Ok(Step::Done(reply));
+            }
+            self.pending.clear();
+            self.sent = 0;
+            let _acting = Acting::new(&self.user)?;
+            self.reply = self.source.produce(&mut self.pending)?;
+            return Ok(Step::More);
+        }
+        let rest = &self.pending[self.sent..];
+        let size = sink.data(0, rest.len(), |room| {
+            room.copy_from_slice(&rest[..room.len()]);
+            room.len()
+        });
+        self.sent += size;
+        Ok(if size > 0 { Step::More } else { Step::Wait })
+    }
+}
+
+/// `FileInfo` of what is in a directory, down to some depth.
+pub struct List {
+    walk: Walk,
+    base: Vec<u8>,
+    depth: usize,
+    count: u64,
+}
+
+impl List {
+    pub fn open(path: &CStr, depth: usize) -> Result<List, Fault> {
+        let dir = open_to_list(libc::AT_FDCWD, path, SAFE).map_err(|errno| Fault::file(errno, path.to_bytes()))?;
+        let mut base = path.to_bytes().to_vec();
+        while base.last() == Some(&b'/') {
+            base.pop();
+        }
+        base.push(b'/');
+        Ok(List { walk: Walk::new(dir), base, depth, count: 0 })
+    }
+}
+
+impl Source for List {
+    fn produce(&mut self, out: &mut Vec<u8>) -> Result<Option<Vec<u8>>, Fault> {
+        for _ in 0..ENTRIES_A_STEP {
+            let entry = match self.walk.next()? {
+                Walked::Entry(entry) => entry,
+                Walked::Busy => return Ok(None),
+                Walked::End => return Ok(Some(Pack::default().map(1).str("count").uint(self.count).0)),
+            };
+            let target = match kind(&entry.stat) {
+                libc::S_IFLNK => os::readlink(self.walk.dir(), &entry.name).ok(),
+                _ => None,
+            };
+            let path = [&self.base[..], &entry.path].concat();
+            *out = pack_info(Pack(std::mem::take(out)), &path, &entry.stat, target.as_deref()).0;
+            self.count += 1;
+            if kind(&entry.stat) == libc::S_IFDIR && self.walk.depth() < self.depth {
+                self.walk.descend(&entry.name)?;
+            }
+            if out.len() >= BYTES_A_STEP {
+                break;
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Removes a directory with all that is in it.
+pub struct Remove {
+    user: User,
+    path: CString,
+    place: Place,
+    /// The directories being emptied, each with its name in the one before.
+    levels: Vec<(Fd, CString)>,
+}
+
+impl Remove {
+    pub fn open(path: &CStr, place: Place, user: User) -> Result<Remove, Fault> {
+        let resolve = BENEATH;
+        let dir = open_to_list(place.dir.0, &place.name, resolve).map_err(|errno| fault(errno, path.to_bytes()))?;
+        let levels = vec![(dir, place.name.clone())];
+        Ok(Remove { user, path: path.to_owned(), place, levels })
+    }
+
+    fn fault(&self, errno: i32, name: &CStr) -> Fault {
+        let within = self.levels.iter().skip(1).map(|(_, name)| name.to_bytes());
+        let parts: Vec<&[u8]> = [self.path.to_bytes()].into_iter().chain(within).chain([name.to_bytes()]).collect();
+        Fault::file(errno, &parts.join(&b'/'))
+    }
+
+    /// Removes one batch of entries of the innermost directory, or that directory when it is empty. False: all is gone.
+    fn advance(&mut self) -> Result<bool, Fault> {
+        let Some((dir, _)) = self.levels.last() else { return Ok(false) };
+        let dir = dir.0;
+        unsafe { libc::lseek(dir, 0, libc::SEEK_SET) };
+        let (mut below, mut failure, mut found) = (None, None, false);
+        let unlink = |name: &CStr, flag| check(unsafe { libc::unlinkat(dir, name.as_ptr(), flag) });
+        let read = read_names(dir, |name, _| {
+            found = true;
+            if below.is_some() || failure.is_some() {
+                return;
+            }
+            match unlink(name, 0) {
+                Ok(_) | Err(libc::ENOENT) => {}
+                Err(libc::EISDIR) => below = Some(name.to_owned()),
+                Err(errno) => failure = Some((errno, name.to_owned())),
+            }
+        });
+        read.map_err(|errno| self.fault(errno, c""))?;
+        if let Some((errno, name)) = failure {
+            return Err(self.fault(errno, &name));
+        }
+        match below {
+            Some(name) if self.levels.len() < MAX_DEPTH => {
+                let inner = open_to_list(dir, &name, BENEATH).map_err(|errno| self.fault(errno, &name))?;
+                self.levels.push((inner, name));
+            }
+            Some(name) => {
+                let fault = Fault::new("file_invalid", format!("more than {MAX_DEPTH} directories deep at {name:?}"));
+                return Err(fault.hint("remove it with rm -rf in the sandbox"));
+            }
+            None if !found => self.leave()?,
+            None => {}
+        }
+        Ok(!self.levels.is_empty())
+    }
+
+    fn leave(&mut self) -> Result<(), Fault> {
+        let Some((_, name)) = self.levels.pop() else { return Ok(()) };
+        let parent = self.levels.last().map_or(self.place.dir.0, |(dir, _)| dir.0);
+        match check(unsafe { libc::unlinkat(parent, name.as_ptr(), libc::AT_REMOVEDIR) }) {
+            Ok(_) | Err(libc::ENOENT) => Ok(()),
+            Err(errno) => Err(self.fault(errno, &name)),
+        }
+    }
+}
+
+impl Job for Remove {
+    fn step(&mut self, _: &mut Sink) -> Result<Step, Fault> {
+        let user = self.user.clone();
+        let _acting = Acting::new(&user)?;
+        match self.advance()? {
+            true => Ok(Step::More),
+            false => Ok(Step::Done(Pack::default().map(0).0)),
+        }
+    }
+}
