@@ -38,6 +38,16 @@ fn number(field: &[u8]) -> Option<u64> {
     .filter(|n| *n <= i64::MAX as u64)
 }
 
+/// `seconds.fraction` as seconds and nanoseconds.
+fn time(value: &[u8]) -> Option<(i64, i64)> {
+    let value = std::str::from_utf8(value).ok()?;
+    let (seconds, fraction) = value.split_once('.').unwrap_or((value, ""));
+    let digits = fraction.bytes().chain(std::iter::repeat(b'0')).take(9);
+    let nanoseconds =
+        digits.map(|b| char::from(b).to_digit(10)).try_fold(0, |n, digit| Some(n * 10 + i64::from(digit?)))?;
+    Some((seconds.parse().ok()?, nanoseconds))
+}
+
 fn text(field: &[u8]) -> &[u8] {
     field.split(|b| *b == 0).next().unwrap_or_default()
 }
@@ -48,7 +58,7 @@ struct Extended {
     path: Option<Vec<u8>>,
     link: Option<Vec<u8>>,
     size: Option<u64>,
-    mtime: Option<i64>,
+    mtime: Option<(i64, i64)>,
 }
 
 impl Extended {
@@ -60,12 +70,11 @@ impl Extended {
             let record = records.get(space + 1..length)?.strip_suffix(b"\n")?;
             let equals = record.iter().position(|b| *b == b'=')?;
             let (key, value) = (&record[..equals], &record[equals + 1..]);
-            let whole = || std::str::from_utf8(value).ok()?.split('.').next()?.parse::<i64>().ok();
             match key {
                 b"path" => self.path = Some(value.to_vec()),
                 b"linkpath" => self.link = Some(value.to_vec()),
-                b"size" => self.size = Some(u64::try_from(whole()?).ok()?),
-                b"mtime" => self.mtime = whole(),
+                b"size" => self.size = Some(time(value).and_then(|(size, _)| u64::try_from(size).ok())?),
+                b"mtime" => self.mtime = time(value),
                 _ if key.starts_with(b"GNU.sparse.") => return None,
                 _ => {}
             }
@@ -80,7 +89,8 @@ struct Writing {
     file: Fd,
     name: CString,
     mode: u32,
-    mtime: i64,
+    /// Seconds and nanoseconds.
+    mtime: (i64, i64),
 }
 
 enum State {
@@ -197,13 +207,13 @@ impl Untar {
         let name = extended.path.unwrap_or(short);
         let link = extended.link.unwrap_or_else(|| text(&head[157..257]).to_vec());
         let mode = number(&head[100..108]).ok_or_else(|| malformed("mode"))? as u32 & 0o7777;
-        let mtime = extended.mtime.or(number(&head[136..148]).map(|n| n as i64)).unwrap_or(0);
+        let mtime = extended.mtime.or(number(&head[136..148]).map(|n| (n as i64, 0))).unwrap_or((0, 0));
         self.state = self.make(flag, &name, &link, mode, mtime)?;
         self.settle()
     }
 
     /// Makes an entry; the state in which its body is taken.
-    fn make(&mut self, flag: u8, name: &[u8], link: &[u8], mode: u32, mtime: i64) -> Result<State, Fault> {
+    fn make(&mut self, flag: u8, name: &[u8], link: &[u8], mode: u32, mtime: (i64, i64)) -> Result<State, Fault> {
         let fault = |errno| Fault::file(errno, name);
         let flag = if name.ends_with(b"/") && matches!(flag, b'0' | 0) { b'5' } else { flag };
         let Some((parent, last)) = split(name)? else { return Ok(State::Skip) }; // the target itself
@@ -312,8 +322,7 @@ fn make_directory(dir: i32, name: &CStr, mode: u32, is_root: bool) -> os::Result
 }
 
 fn finish_file(writing: &Writing) -> Result<(), Fault> {
-    let time = |seconds| libc::timespec { tv_sec: seconds, tv_nsec: 0 };
-    let times = [time(writing.mtime), time(writing.mtime)];
+    let times = [libc::timespec { tv_sec: writing.mtime.0, tv_nsec: writing.mtime.1 }; 2];
     let result = unsafe {
         check(libc::fchmod(writing.file.0, writing.mode))
             .and_then(|_| check(libc::futimens(writing.file.0, times.as_ptr())))
