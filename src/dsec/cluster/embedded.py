@@ -295,8 +295,15 @@ def _spawn(
         process.wait()
         (run / "pids" / role).unlink(missing_ok=True)
         message, _, hint = said.partition("\n")
+        message = message or _last_words(log_path)
         raise Fault(ErrorKind.INTERNAL, f"the {role} did not start: {message or 'it ended without a word'}",
                     hint=hint or f"see {log_path}")  # fmt: skip
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log, which may be gone with its directory by the time somebody looks."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:500] if lines else ""
 
 
 def _environment() -> dict[str, str]:

@@ -36,6 +36,9 @@ def _prepare(config: EdgeConfig) -> None:
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     config.run.mkdir(mode=0o700, parents=True, exist_ok=True)
     socket_directory(config.run)
+    for fd in (config.ready, config.lifeline):
+        if fd >= 0:
+            os.set_inheritable(fd, False)  # uvloop's child processes keep whatever is inheritable
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
