@@ -38,7 +38,7 @@ class Endpoint:
         if handler is None:
             await self._refuse(scope, receive, send)
             return
-        response = await handler(Exchange(scope, receive, send, self._services))
+        response = await handler(Exchange(scope, receive, self._services))
         await response(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,8 +72,8 @@ class Entry:
             await send(message)
 
         try:
+            headers = scope["dsec.headers"] = dict(scope["headers"])
             if scope["path"] not in PUBLIC_PATHS:
-                headers = dict(scope["headers"])
                 project = headers.get(b"x-dsec-project", b"").decode("latin-1")
                 scope["dsec.principal"] = self._keys.check(headers.get(b"authorization"), project)
             await self._app(scope, receive, tracked)
@@ -121,7 +121,7 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
     routes: list[BaseRoute] = [Route(path, Endpoint(services, handlers)) for path, handlers in by_path.items()]
 
     async def stream(socket: WebSocket) -> None:
-        await follow(Exchange(socket.scope, socket.receive, socket.send, services), socket)
+        await follow(Exchange(socket.scope, socket.receive, services), socket)
 
     routes.append(WebSocketRoute(STREAM_PATH, stream))
 

@@ -47,7 +47,9 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def params(self) -> dict[str, object]:
         """The link's parameters of `exec`; Fault invalid_request for what no edge need see."""
-        params = {name: getattr(self, name) for name in _SPEC_FIELDS}
+        params = msgspec.structs.asdict(self)
+        for name in ("command", "wait_s", "cursor"):
+            del params[name]
         given = [name for name in ("argv", "line", "command") if getattr(self, name)]
         if len(given) != 1:
             raise Fault(
@@ -60,9 +62,6 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             params["argv"] = [word.encode() for word in self.command]
         params["exec_id"] = checked_exec_id(self.exec_id or new_exec_id())
         return params
-
-
-_SPEC_FIELDS = ExecSpec.__struct_fields__
 
 
 def checked_exec_id(exec_id: str) -> str:

@@ -87,8 +87,8 @@ async def listing(x: Exchange) -> Response:
     """Sandboxes of every edge; `label=k=v` (repeatable, all must hold) and `state=` (repeatable, any may hold)."""
     params = {
         "request_id": x.request_id,
-        "labels": _label_filter(x.request.query_params.getlist("label")),
-        "states": _state_filter(x.request.query_params.getlist("state")) or None,
+        "labels": _label_filter(x.query_params.getlist("label")),
+        "states": _state_filter(x.query_params.getlist("state")) or None,
     }
     streams = [await link.open("sandbox.list", params) for link in await x.services.fleet.links()]
     answers = await asyncio.gather(*(collect(stream, SandboxInfo) for stream in streams))
