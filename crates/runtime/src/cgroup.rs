@@ -3,7 +3,7 @@
 //! All groups lie under one parent per hierarchy, `dsec-<name>`; a sandbox's are called by its slot, `s12`.
 //!
 //! Aether must stay outside the limits of the commands it runs, so no limit is ever on a group that it is in:
-//! - v1 and hybrid: PID 1 stays in the launcher's groups (memory, pids: the shared `aethers`); commands write "0" to the
+//! - v1 and hybrid: PID 1 stays in the zygote's groups (memory, pids: the shared `aethers`; cpu: the parent); commands write "0" to the
 //!   `tasks` files of the limited groups, which are opened here because v1 checks the opener's rights.
 //! - v2 tree of hybrid: `s12` (PID 1) and its children, one per command, made by aether; for kill, freeze and CPU time.
 //! - v2: `s12` holds `init` (PID 1) and `cmds` (limits; children, one per command, made by aether).
@@ -107,8 +107,8 @@ impl Cgroups {
         Ok(groups)
     }
 
-    /// v1: this process, and so every PID 1 it clones, goes to `aethers` in memory and pids (not in cpu: aether answers
-    /// at the weight of a platform process). v2: controllers are handed down to the sandboxes' groups.
+    /// v1: this process, and so all it starts, goes to `aethers` in memory and pids. v2: controllers are handed down to the
+    /// sandboxes' groups.
     fn settle(&mut self, mount_points: &[String]) -> Result<(), Failure> {
         if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
             return enable_controllers(unified.as_raw_fd(), ".");
@@ -123,6 +123,13 @@ impl Cgroups {
             sys::write_file(parent, c"aethers/tasks", b"0").at(STAGE, || "join group aethers".into())?;
         }
         Ok(())
+    }
+
+    /// v1: the zygote, and so every PID 1, runs beside the sandboxes' groups, so that no group outside of ours can show in
+    /// their cgroup namespaces; the launcher itself keeps the weight of a platform process.
+    pub fn place_zygote(&self, pid: i32) -> Result<(), Failure> {
+        let Some(cpu) = self.v1.get(1) else { return Ok(()) };
+        sys::write_file(cpu.as_raw_fd(), c"tasks", pid.to_string().as_bytes()).at(STAGE, || "place the zygote".into())
     }
 
     /// Goes back where this process came from and removes what is empty: all, unless sandboxes live on.

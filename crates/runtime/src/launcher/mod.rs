@@ -169,6 +169,7 @@ impl Launcher {
             .at("start", || "enter the sockets' directory".into())?;
         let uppers = uppers::Uppers::open(prepared)?;
         let zygote = zygote::Zygote::start(&null)?;
+        cgroups.place_zygote(zygote.pid())?;
         drop(device); // the mount holds the loop device now, and it goes with the last mount
         let mut launcher = Launcher {
             tools: Tools { cgroups, uppers, zygote, null, sockets },

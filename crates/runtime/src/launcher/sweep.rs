@@ -82,12 +82,17 @@ impl Launcher {
         });
     }
 
-    /// Slots with groups, an upper or a socket, but no tenant.
+    /// Whether this launcher has a use for the slot, be it one that is only being made.
+    fn is_ours(&self, slot: u32) -> bool {
+        self.tenants.contains_key(&slot) || self.begun.iter().any(|begun| begun.number == slot)
+    }
+
+    /// Slots with groups, an upper or a socket that are not ours.
     fn leftover_slots(&self) -> BTreeSet<u32> {
         let mut slots: BTreeSet<u32> = self.tools.cgroups.slots().into_iter().collect();
         slots.extend(self.tools.uppers.slots());
         slots.extend(self.socket_names().iter().filter_map(|name| parse_socket_name(name)).map(|(slot, _, _)| slot));
-        slots.retain(|slot| !self.tenants.contains_key(slot));
+        slots.retain(|slot| !self.is_ours(*slot));
         slots
     }
 
@@ -98,7 +103,7 @@ impl Launcher {
             let target = if name.ends_with(SUFFIX) { self.read_link(&name) } else { Some(name.clone()) };
             let named = target.as_deref().and_then(parse_socket_name);
             let Some((number, pid, start)) = named else { continue };
-            if self.tenants.contains_key(&number) {
+            if self.is_ours(number) {
                 continue;
             }
             if let Some(pidfd) = open_process(pid, start) {

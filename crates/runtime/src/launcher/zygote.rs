@@ -65,6 +65,10 @@ impl Zygote {
         }
     }
 
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
     pub fn fd(&self) -> RawFd {
         self.socket.as_raw_fd()
     }

@@ -1,0 +1,208 @@
+"""The launcher's verbs: what they answer, and what is there (and gone) afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import Start, alive
+from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
+
+
+async def test_a_command_runs_in_a_created_sandbox(launcher: Launcher) -> None:
+    reply = launcher.create("sb-a", ("base", "top"))
+    assert reply["pid"] > 1 and reply["start"] > 0 and reply["create_us"]["total"] > 0
+    assert (await attack(launcher, "sb-a", "cat", "/on-top")) == "of the top"
+    assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "errno 2", "the whiteout hides the base's file"
+    usage = launcher.call("stop", sandbox="sb-a")["usage"]
+    assert usage["memory_peak"] > 0 and usage["cpu_ns"] > 0
+    assert not Path(f"/proc/{reply['pid']}").exists()
+    assert not launcher.socket_path("sb-a").exists()
+
+
+async def test_layers_have_their_owners(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    assert (await attack(launcher, "sb-a", "cat", "/secret")) == "of root"
+    assert (await attack(launcher, "sb-a", "cat", "/secret", user="user")) == "errno 13"
+    written = await attack(launcher, "sb-a", "put", "/home/user/file", 1, user="user")
+    assert written == "1 0"
+
+
+async def test_writes_of_one_sandbox_are_not_anothers(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    launcher.create("sb-b")
+    for path in ("/tmp/file", "/dev/shm/file", "/file"):
+        assert (await attack(launcher, "sb-a", "put", path, 1)) == "1 0"
+        assert (await attack(launcher, "sb-b", "cat", path)) == "errno 2"
+
+
+def test_a_burst_is_answered_whole_with_a_small_pool(launcher: Launcher) -> None:
+    asked = [launcher.ask_create(f"sb-{n}") for n in range(40)]
+    pids = {launcher.reply(number)["pid"] for number in asked}
+    assert len(pids) == 40
+    users = {os.stat(f"/proc/{pid}/ns").st_uid for pid in pids}
+    assert users == {0}, "not dumpable: its files belong to the host's root"
+    mapped = {Path(f"/proc/{pid}/uid_map").read_text() for pid in pids}
+    assert len(mapped) == 40, "every sandbox has ids of its own"
+    for number in [launcher.send("stop", sandbox=f"sb-{n}") for n in range(40)]:
+        launcher.reply(number)
+    assert launcher.call("status")["live"] == 0
+
+
+def test_slots_are_used_again(launcher: Launcher) -> None:
+    seen = set()
+    for n in range(20):
+        pid = launcher.create(f"sb-{n}")["pid"]
+        seen.add(Path(f"/proc/{pid}/uid_map").read_text())
+        launcher.call("stop", sandbox=f"sb-{n}")
+    assert len(seen) < 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "stage", "number"),
+    [
+        ({"layers": ["base", "nowhere"]}, "layers", errno.ENOENT),
+        ({"layers": []}, "request", errno.EINVAL),
+        ({"sandbox": "../up"}, "request", errno.EINVAL),
+        ({"socket": "/etc/sock"}, "request", errno.EINVAL),
+        ({"hostname": "no/host"}, "request", errno.EINVAL),
+    ],
+)
+def test_bad_requests_are_refused(launcher: Launcher, fields: dict[str, object], stage: str, number: int) -> None:
+    wanted = {"sandbox": "sb-a", "layers": ["base"], "socket": str(launcher.socket_path("sb-a"))} | fields
+    with pytest.raises(Refused) as refused:
+        launcher.call("create", **wanted)
+    assert (refused.value.stage, refused.value.errno) == (stage, number)
+    launcher.create("sb-a")
+
+
+def test_a_name_is_used_once(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    with pytest.raises(Refused) as refused:
+        launcher.create("sb-a")
+    assert refused.value.errno == errno.EEXIST
+
+
+def test_malformed_messages_are_answered(launcher: Launcher) -> None:
+    launcher.socket.send(b"\xc1 nonsense")
+    with pytest.raises(Refused) as refused:
+        launcher.reply(-1)
+    assert refused.value.errno == errno.EPROTO
+    launcher.call("status")
+
+
+def test_unknown_sandboxes_are_named(launcher: Launcher) -> None:
+    for verb in ("stop", "usage", "upper", "freeze", "kill"):
+        with pytest.raises(Refused) as refused:
+            launcher.call(verb, sandbox="sb-none")
+        assert (refused.value.stage, refused.value.errno) == ("unknown", errno.ENOENT)
+
+
+def test_a_stop_during_creation_undoes_it(launcher: Launcher) -> None:
+    created = launcher.ask_create("sb-a")
+    stopped = launcher.send("stop", sandbox="sb-a")
+    launcher.reply(stopped)
+    try:
+        launcher.reply(created)
+    except Refused as refused:
+        assert refused.stage == "stopped"
+    assert launcher.call("status")["live"] == 0
+    assert not launcher.socket_path("sb-a").exists()
+
+
+async def test_limits_hold(launcher: Launcher) -> None:
+    launcher.create("sb-a", memory=64 * MIB, pids=20)
+    forks = int(await attack(launcher, "sb-a", "forks"))
+    assert forks < 20
+    eaten = await run(launcher, "sb-a", "/attacker", "eat", "256")
+    assert eaten.done.signal == "KILL"
+    usage = launcher.call("usage", sandbox="sb-a")["usage"]
+    assert usage["oom_kills"] >= 1 and usage["pids_hits"] >= 1 and usage["memory_peak"] <= 64 * MIB
+    assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base", "it answers after both"
+
+
+async def test_the_disk_limit_is_hard(launcher: Launcher, uppers: str) -> None:
+    if uppers.startswith("dir:"):
+        pytest.skip("plain directories are only watched")
+    launcher.create("sb-a", disk=32 * MIB)
+    taken, last = (await attack(launcher, "sb-a", "put", "/file", 100)).split()
+    assert int(taken) <= 32 and int(last) == errno.EDQUOT
+    taken, last = (await attack(launcher, "sb-a", "put", "/dev/shm/file", 100)).split()
+    assert int(taken) <= 32 and int(last) == errno.EDQUOT, "shared memory counts against the same limit"
+    assert 24 * MIB < launcher.call("usage", sandbox="sb-a")["usage"]["disk"] <= 32 * MIB
+
+
+async def test_limits_are_those_of_this_creation(launcher: Launcher) -> None:
+    for n, pids in enumerate((10, 30, 10)):
+        launcher.create(f"sb-{n}", pids=pids)
+        assert pids - 5 < int(await attack(launcher, f"sb-{n}", "forks")) < pids
+
+
+def test_the_death_of_pid_1_is_told(launcher: Launcher) -> None:
+    reply, fds = launcher.reply_with_fds(launcher.ask_create("sb-a"))
+    [pidfd] = fds
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    event = launcher.event()
+    assert (event["event"], event["sandbox"], event["status"]) == ("died", "sb-a", signal.SIGKILL)
+    assert select.select([pidfd], [], [], DEADLINE)[0], "the pidfd in the reply is of PID 1"
+    os.close(pidfd)
+    assert launcher.call("stop", sandbox="sb-a")["usage"]["pids"] == 0
+    assert not Path(f"/proc/{reply['pid']}").exists()
+
+
+async def test_freeze_stops_and_thaw_continues(launcher: Launcher) -> None:
+    pid = launcher.create("sb-a")["pid"]
+    launcher.call("freeze", sandbox="sb-a")
+    group = next(line.split("::")[1] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if "::" in line)
+    root = next(path for path in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup") if Path(path + group).is_dir())
+    assert "frozen 1" in Path(f"{root}{group}/cgroup.events").read_text()
+    launcher.call("thaw", sandbox="sb-a")
+    assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
+    launcher.call("freeze", sandbox="sb-a")
+    launcher.call("stop", sandbox="sb-a")
+
+
+def test_the_upper_is_handed_out(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    _, fds = launcher.reply_with_fds(launcher.send("upper", sandbox="sb-a"))
+    [upper] = fds
+    try:
+        assert os.listdir(upper) == []
+    finally:
+        os.close(upper)
+
+
+def test_sandboxes_outlive_the_launcher_and_are_adopted(start: Start) -> None:
+    first = start()
+    kept, lost = first.create("sb-kept")["pid"], first.create("sb-lost")["pid"]
+    first.process.kill()
+    first.process.wait()
+    second = start()
+    removed = second.call("sweep", keep=["sb-kept"])["removed"]
+    assert removed["sandboxes"] == 1
+    assert alive(kept) and not alive(lost)
+    assert second.call("usage", sandbox="sb-kept")["usage"]["pids"] == 0
+    fresh = second.create("sb-new")["pid"]
+    assert Path(f"/proc/{fresh}/uid_map").read_text() != Path(f"/proc/{kept}/uid_map").read_text()
+    second.call("stop", sandbox="sb-kept")
+    assert not alive(kept)
+
+
+def test_a_killed_launcher_leaves_only_sandboxes(start: Start, place: Path) -> None:
+    """Its pool ends with it: PID 1s that wait to be born find their sockets closed."""
+    first = start()
+    pid = first.create("sb-a")["pid"]
+    first.process.kill()
+    first.process.wait()
+    second = start()
+    assert second.call("sweep", keep=[])["removed"]["sandboxes"] == 1
+    assert not alive(pid)
+    names = {name.split(".")[1] for name in os.listdir(place / "run/sb") if name.startswith(".s")}
+    groups = {path.name for path in Path("/sys/fs/cgroup").glob("*/dsec-rttest/s*")}
+    second.call("status")
+    assert names <= groups, "every socket left is of a slot of the new launcher's pool"
