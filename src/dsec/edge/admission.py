@@ -7,6 +7,7 @@ let a burst exceed the limit. Creations then queue for a bounded number of lanes
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dsec.protocol.errors import ErrorKind, Fault
 
 MIN_AVAILABLE_SHARE = 0.03
+_FRESH_S = 0.1
 
 
 def holder_of(labels: Mapping[str, str]) -> str:
@@ -44,6 +46,15 @@ class Admission:
         self.held = 0
         self.queued = 0
         self.creating = 0
+        self._memory = (0, 0)
+        self._memory_at = -1.0
+
+    def _node_memory(self) -> tuple[int, int]:
+        """Read at most ten times a second: a burst does not change it faster than the kernel accounts it."""
+        now = time.monotonic()
+        if now - self._memory_at > _FRESH_S:
+            self._memory, self._memory_at = memory(), now
+        return self._memory
 
     def reserve(self, labels: Mapping[str, str]) -> str:
         """Takes one place or raises `capacity`, naming the limit and who holds it."""
@@ -59,7 +70,7 @@ class Admission:
                 value=self.max_sandboxes,
                 holders=holders,
             )
-        available, total = memory()
+        available, total = self._node_memory()
         if available < total * MIN_AVAILABLE_SHARE:
             raise Fault(
                 ErrorKind.CAPACITY,

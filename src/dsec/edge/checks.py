@@ -14,6 +14,7 @@ MAX_PIDS = 32_768
 MAX_DISK_MB = 16 * 1024 * 1024
 MIN_MEMORY_MB = 8
 MAX_TEXT = 32 * 1024
+_TOTAL_MEMORY_MB = memory()[1] >> 20
 
 
 def _invalid(field: str, message: str) -> Fault:
@@ -34,7 +35,7 @@ def _text(field: str, value: str, limit: int = 4096) -> None:
 
 def check_args(args: DSecContainerRunArgs) -> None:
     _in_range("cpu_cores_limit", args.cpu_cores_limit, 0.01, MAX_CORES, "cores")
-    _in_range("memory_limit_mb", args.memory_limit_mb, MIN_MEMORY_MB, memory()[1] >> 20, "MiB (the node's memory)")
+    _in_range("memory_limit_mb", args.memory_limit_mb, MIN_MEMORY_MB, _TOTAL_MEMORY_MB, "MiB (the node's memory)")
     _in_range("disk_limit_mb", args.disk_limit_mb, 1, MAX_DISK_MB, "MiB")
     _in_range("pids_limit", args.pids_limit, 2, MAX_PIDS, "processes")
     for field, ttl in (("ttl_running_stop", args.ttl_running_stop), ("ttl_total", args.ttl_total)):

@@ -21,10 +21,11 @@ create table if not exists meta (key text primary key, value integer not null) w
 create table if not exists sandbox (
     id text primary key, state text not null, reason text, detail text not null default '', created_at real not null,
     ended_at real, incarnation integer not null, args blob not null, layers blob not null,
-    pid integer not null default 0, start integer not null default 0, idempotency_key text unique
-) without rowid;
+    pid integer not null, start integer not null
+);
 create index if not exists sandbox_ended on sandbox (ended_at) where ended_at is not null;
 """
+_PRAGMAS = ("pragma journal_mode=wal", "pragma synchronous=normal", "pragma wal_autocheckpoint=4000")
 KEEP_ENDED = 20_000
 _COMPACT_EVERY = 1_000
 
@@ -34,22 +35,24 @@ class Record(msgspec.Struct, kw_only=True):
 
     id: str
     state: State
-    reason: Reason | None
-    detail: str
     created_at: float
-    ended_at: float | None
     incarnation: int
     args: DSecContainerRunArgs
     layers: tuple[str, ...]
     pid: int
     start: int
+    reason: Reason | None = None
+    detail: str = ""
+    ended_at: float | None = None
 
 
 class Journal:
     def __init__(self, path: Path) -> None:
         self._db = apsw.Connection(str(path))
-        self._db.execute("pragma journal_mode=wal; pragma synchronous=normal; pragma wal_autocheckpoint=2000")
-        self._db.execute(_SCHEMA)
+        for statement in (*_PRAGMAS, _SCHEMA):
+            self._db.execute(
+                statement
+            ).fetchall()  # a statement behind one that returns rows would wait for their reader
         self._pending: list[tuple[str, tuple[object, ...]]] = []
         self._flush: asyncio.Future[None] | None = None
         self._ended = 0
@@ -69,34 +72,37 @@ class Journal:
             yield Record(
                 id=row[0],
                 state=State(row[1]),
-                reason=Reason(row[2]) if row[2] else None,
-                detail=row[3],
                 created_at=row[4],
-                ended_at=row[5],
                 incarnation=row[6],
                 args=msgspec.msgpack.decode(row[7], type=DSecContainerRunArgs),
                 layers=msgspec.msgpack.decode(row[8], type=tuple[str, ...]),
                 pid=row[9],
                 start=row[10],
+                reason=Reason(row[2]) if row[2] else None,
+                detail=row[3],
+                ended_at=row[5],
             )
 
-    def creating(self, id: str, args: DSecContainerRunArgs, layers: tuple[str, ...], incarnation: int) -> None:
+    def running(self, record: Record) -> None:
+        """A sandbox that answers. One still being made needs no record: what is not here is removed at the next start."""
         self._add(
-            "insert into sandbox (id, state, created_at, incarnation, args, layers, idempotency_key) values (?,?,?,?,?,?,?)",
-            (id, State.CREATING.value, time.time(), incarnation, msgspec.msgpack.encode(args),
-             msgspec.msgpack.encode(layers), args.idempotency_key),
-        )  # fmt: skip
-
-    def running(self, id: str, pid: int, start: int) -> None:
-        self._add("update sandbox set state=?, pid=?, start=? where id=?", (State.RUNNING.value, pid, start, id))
-
-    def state(self, id: str, state: State) -> None:
-        self._add("update sandbox set state=? where id=?", (state.value, id))
+            "insert into sandbox (id, state, created_at, incarnation, args, layers, pid, start) values (?,?,?,?,?,?,?,?)",
+            (
+                record.id,
+                record.state.value,
+                record.created_at,
+                record.incarnation,
+                msgspec.msgpack.encode(record.args),
+                msgspec.msgpack.encode(record.layers),
+                record.pid,
+                record.start,
+            ),
+        )
 
     def ended(self, id: str, state: State, reason: Reason, detail: str = "") -> None:
-        """The final word; the idempotency key is free again."""
+        """The final word."""
         self._add(
-            "update sandbox set state=?, reason=?, detail=?, ended_at=?, idempotency_key=null where id=?",
+            "update sandbox set state=?, reason=?, detail=?, ended_at=? where id=?",
             (state.value, reason.value, detail, time.time(), id),
         )
         self._ended += 1

@@ -104,8 +104,6 @@ class Lifecycle:
         stage = "admission"
         try:
             async with asyncio.timeout(timeout):
-                self._journal.creating(sandbox.id, args, sandbox.layers, sandbox.incarnation)
-                await self._journal.commit()
                 async with self.admission.lane():
                     stage = "launch"
                     await self._launch(sandbox)
@@ -138,7 +136,18 @@ class Lifecycle:
         if sandbox.stop_reason is None:
             sandbox.state = State.RUNNING
         sandbox.log("running; " + ", ".join(f"{name} {us} us" for name, us in started.stages_us.items()))
-        self._journal.running(sandbox.id, started.pid, started.start)
+        self._journal.running(
+            Record(
+                id=sandbox.id,
+                state=State.RUNNING,
+                created_at=sandbox.created_at,
+                incarnation=sandbox.incarnation,
+                args=sandbox.args,
+                layers=sandbox.layers,
+                pid=started.pid,
+                start=started.start,
+            )
+        )
         await self._journal.commit()
         sandbox.settled.set()
 
@@ -182,7 +191,6 @@ class Lifecycle:
     async def _remove(self, sandbox: Sandbox, reason: Reason, detail: str) -> None:
         was_born = sandbox.pid > 0
         self._close_pidfd(sandbox)
-        self._journal.state(sandbox.id, State.STOPPING)
         await sandbox.disconnect()
         usage = LauncherUsage()
         try:
