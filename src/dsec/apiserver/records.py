@@ -40,7 +40,9 @@ async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply
                         limit=MAX_COLLECTED,
                     )
                 found.extend(reader.feed(item.data))
-        return found, await stream.result(ListReply)
+        reply = await stream.result(ListReply)
+        _complete(len(found), reply)
+        return found, reply
     finally:
         stream.cancel()
 
@@ -48,12 +50,22 @@ async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply
 async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
     """NDJSON: a line each, then `{"end": ListReply}` or `{"error": ...}`, so that a cut answer is never taken for a whole one."""
     reader = RecordReader(kind)
+    count = 0
     try:
         async for item in stream:
             if isinstance(item, Data):
-                chunk = b"".join(encode(record) + b"\n" for record in reader.feed(item.data))
-                if chunk:
-                    yield chunk
-        yield encode({"end": await stream.result(ListReply)}) + b"\n"
+                records = list(reader.feed(item.data))
+                count += len(records)
+                if records:
+                    yield b"".join(encode(record) + b"\n" for record in records)
+        reply = await stream.result(ListReply)
+        _complete(count, reply)
+        yield encode({"end": reply}) + b"\n"
     except Fault as fault:
         yield error_line(fault.body, request_id)
+
+
+def _complete(found: int, reply: ListReply) -> None:
+    """A list that came without an error but not whole must not pass for a shorter one."""
+    if found != reply.count:
+        raise Fault(ErrorKind.INTERNAL, f"{found} records arrived of {reply.count} announced")
