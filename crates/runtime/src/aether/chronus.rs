@@ -24,7 +24,7 @@ const STDIN_QUEUE: usize = 1 << 20;
 const DISCARD_BURST: u64 = 1 << 20;
 const DISCARD_PAUSE: f64 = 0.005;
 const REAPS_A_TURN: usize = 512;
-const TITLE: usize = 1024;
+const TITLE: usize = 512;
 
 struct Stdin {
     fd: Fd,
@@ -41,9 +41,17 @@ struct Output {
     open: bool,
 }
 
+/// What a command is until it is known to execute.
+pub struct Start {
+    /// Closed by a successful exec, else it carries a report.
+    status: Fd,
+    /// For the message about a failure.
+    cwd: Vec<u8>,
+    user: String,
+}
+
 pub enum State {
-    /// Cloned, not yet known to execute.
-    Starting(Fd),
+    Starting(Box<Start>),
     Running,
     Done,
     Failed(Fault),
@@ -51,10 +59,8 @@ pub enum State {
 
 pub struct Command {
     exec_id: String,
-    title: Vec<Vec<u8>>,
-    /// For messages about a failed start.
-    cwd: Vec<u8>,
-    user: String,
+    /// Arguments, or as much of them as is worth keeping, each with its NUL.
+    title: Vec<u8>,
     detached: bool,
     pid: i32,
     pub state: State,
@@ -89,13 +95,15 @@ pub struct Chronus {
     pub birth: &'static Birth,
     setting: Setting,
     spill: i32,
-    commands: BTreeMap<u32, Command>,
+    commands: BTreeMap<u32, Box<Command>>,
     pipes: BTreeMap<u32, Pipe>,
     /// Pipes that are not read until some time.
     paused: Vec<(f64, u32)>,
     /// Control groups that still had processes in them when their command ended.
     groups: VecDeque<u32>,
     next: u32,
+    /// A command failed to start since the last tick.
+    failed: bool,
 }
 
 /// Seconds, or None for no limit. Defaults are the client's: what is not there has no limit.
@@ -124,17 +132,27 @@ fn unknown(exec_id: &str) -> Fault {
 impl Chronus {
     pub fn new(birth: &'static Birth, setting: Setting, spill: i32) -> Chronus {
         let (commands, pipes) = (BTreeMap::new(), BTreeMap::new());
-        Chronus { birth, setting, spill, commands, pipes, paused: Vec::new(), groups: VecDeque::new(), next: 1 }
+        Chronus {
+            birth,
+            setting,
+            spill,
+            commands,
+            pipes,
+            paused: Vec::new(),
+            groups: VecDeque::new(),
+            next: 1,
+            failed: false,
+        }
     }
 
     pub fn get(&self, number: u32) -> Option<&Command> {
-        self.commands.get(&number)
+        self.commands.get(&number).map(|command| &**command)
     }
 
     pub fn find(&self, exec_id: &str) -> Result<u32, Fault> {
-        let matches =
-            |(_, command): &(&u32, &Command)| command.exec_id == exec_id && !matches!(command.state, State::Failed(_));
-        self.commands.iter().rev().find(matches).map(|(number, _)| *number).ok_or_else(|| unknown(exec_id))
+        let mut started = self.commands.iter().rev().filter(|(_, command)| !matches!(command.state, State::Failed(_)));
+        let found = started.find(|(_, command)| command.exec_id == exec_id);
+        found.map(|(number, _)| *number).ok_or_else(|| unknown(exec_id))
     }
 
     /// Starts the command that `exec` asks for; its number.
@@ -163,7 +181,6 @@ impl Chronus {
         let number = self.next;
         self.next += 1;
         let watch = |fd: &Fd, kind, id| epoll.watch(fd.0, libc::EPOLLIN, token::make(kind, id)).map_err(fails);
-        watch(&status, token::STATUS, number)?;
         let readers = [(0, Some(stdout)), (1, stderr)].into_iter().filter_map(|(stream, fd)| Some((stream, fd?)));
         let mut pipes = Vec::with_capacity(2);
         for (stream, fd) in readers {
@@ -182,11 +199,9 @@ impl Chronus {
         let command = Command {
             exec_id,
             title: plan.title(TITLE),
-            cwd: plan.cwd().to_vec(),
-            user: plan.user_name(),
             detached: flag(params, "detached"),
             pid,
-            state: State::Starting(status),
+            state: State::Starting(Box::new(Start { status, cwd: plan.cwd().to_vec(), user: plan.user_name() })),
             log: Log::default(),
             outputs,
             merged,
@@ -203,7 +218,7 @@ impl Chronus {
             ended: None,
             unexecuted: None,
         };
-        self.commands.insert(number, command);
+        self.commands.insert(number, Box::new(command));
         self.push_stdin(number, epoll);
         Ok(number)
     }
@@ -213,9 +228,9 @@ impl Chronus {
     /// The status pipe: closed by a successful exec, else it carries the report of what failed.
     pub fn on_status(&mut self, number: u32) {
         let Some(command) = self.commands.get_mut(&number) else { return };
-        let State::Starting(status) = &command.state else { return };
+        let State::Starting(start) = &command.state else { return };
         let mut report = [0; spawn::REPORT];
-        match os::read(status.0, &mut report) {
+        match os::read(start.status.0, &mut report) {
             Err(libc::EAGAIN | libc::EINTR) => return,
             Ok(spawn::REPORT) => {}
             _ => {
@@ -223,9 +238,12 @@ impl Chronus {
                 return;
             }
         }
-        let name = command.title.first().map_or(&[][..], |name| name);
-        match spawn::explain(&report, name, &command.cwd, &command.user) {
-            Failed::Fault(fault) => command.state = State::Failed(fault),
+        let name = command.title.split(|b| *b == 0).next().unwrap_or_default();
+        match spawn::explain(&report, name, &start.cwd, &start.user) {
+            Failed::Fault(fault) => {
+                command.state = State::Failed(fault);
+                self.failed = true;
+            }
             Failed::Shell { code, message } => {
                 command.unexecuted = Some(code);
                 command.state = State::Running;
@@ -234,13 +252,22 @@ impl Chronus {
         }
     }
 
+    /// Someone wants to know as soon as the command executes. (Else it is learned with its first output or its end.)
+    pub fn watch_start(&self, number: u32, epoll: &Epoll) {
+        if let Some(State::Starting(start)) = self.get(number).map(|command| &command.state) {
+            let _ = epoll.watch(start.status.0, libc::EPOLLIN, token::make(token::STATUS, number));
+        }
+    }
+
     pub fn on_pipe(&mut self, id: u32, epoll: &Epoll, scratch: &mut Scratch) {
+        let Some(number) = self.pipes.get(&id).map(|pipe| pipe.command) else { return };
+        self.on_status(number);
         let Some(pipe) = self.pipes.get_mut(&id) else { return };
         let bytes = match scratch.read(pipe.fd.0) {
             Err(libc::EAGAIN | libc::EINTR) => return,
             Ok(bytes) if !bytes.is_empty() => bytes,
             _ => {
-                let (number, stream) = (pipe.command, usize::from(pipe.stream));
+                let stream = usize::from(pipe.stream);
                 self.pipes.remove(&id);
                 if let Some(command) = self.commands.get_mut(&number) {
                     command.outputs[stream].open = false;
@@ -248,7 +275,7 @@ impl Chronus {
                 return;
             }
         };
-        let kept = match self.commands.get_mut(&pipe.command) {
+        let kept = match self.commands.get_mut(&number) {
             Some(command) if !matches!(command.state, State::Done) => {
                 command.last_output = os::now();
                 command.keep(pipe.stream, bytes, self.spill)
@@ -273,7 +300,7 @@ impl Chronus {
             if pid <= 0 {
                 return false;
             }
-            let main = |(_, command): &(&u32, &mut Command)| command.pid == pid && command.ended.is_none();
+            let main = |(_, command): &(&u32, &mut Box<Command>)| command.pid == pid && command.ended.is_none();
             if let Some((number, command)) = self.commands.iter_mut().find(main) {
                 command.ended = Some((status, os::now()));
                 let number = *number;
@@ -287,11 +314,11 @@ impl Chronus {
 
     /// When `tick` has something to do, on the clock of `os::now`.
     pub fn next_tick(&self) -> Option<f64> {
-        let alarms = self.commands.values().filter_map(Command::alarm);
+        let alarms = self.commands.values().filter_map(|command| command.alarm());
         alarms.chain(self.paused.iter().map(|(until, _)| *until)).min_by(f64::total_cmp)
     }
 
-    /// Ends what is over its time, and completes what ended. True: a command was completed.
+    /// Ends what is over its time, and completes what ended. True: there is something to forget.
     pub fn tick(&mut self, epoll: &Epoll) -> bool {
         let now = os::now();
         self.paused.retain(|(until, id)| {
@@ -301,7 +328,7 @@ impl Chronus {
             }
             !wake
         });
-        let mut completed = false;
+        let mut completed = std::mem::take(&mut self.failed);
         for (number, command) in &mut self.commands {
             if let Some(why) = command.overdue(now) {
                 command.killed = Some(why);
@@ -312,14 +339,11 @@ impl Chronus {
                 self.groups.push_back(*number);
             }
         }
-        if completed {
-            self.remove_groups();
-        }
         completed
     }
 
     /// Removes empty groups of ended commands, a few at a time; those with background processes are tried again later.
-    fn remove_groups(&mut self) {
+    pub fn remove_groups(&mut self) {
         for _ in 0..self.groups.len().min(8) {
             if let Some(number) = self.groups.pop_front() {
                 if !spawn::remove_group(self.setting.cgroup2, number) {
@@ -551,8 +575,10 @@ impl Command {
     fn pack_info(&self, pack: Pack) -> Pack {
         let (code, signal) = self.outcome();
         let done = matches!(self.state, State::Done);
-        let mut pack = pack.map(10).str("exec_id").str(&self.exec_id).str("argv").array(self.title.len());
-        pack = self.title.iter().fold(pack, |pack, argument| pack.bin(argument));
+        let arguments =
+            || self.title.split_inclusive(|b| *b == 0).map(|argument| argument.strip_suffix(b"\0").unwrap_or(argument));
+        let pack = pack.map(10).str("exec_id").str(&self.exec_id).str("argv").array(arguments().count());
+        let mut pack = arguments().fold(pack, |pack, argument| pack.bin(argument));
         pack = pack.str("running").bool(!done).str("started_at").float(self.started_unix);
         pack = pack.str("detached").bool(self.detached).str("pid").uint(self.pid as u64).str("exit_code");
         pack = if done { pack.uint(code) } else { pack.nil() }.str("signal");

@@ -13,6 +13,8 @@ const OUT_HIGH: usize = 256 * 1024;
 /// Steps of long work a turn; each moves at most one frame of data.
 const STEPS_A_TURN: usize = 16;
 const MAX_STREAMS: usize = 4096;
+/// Requests with data for stdins that are full; more are refused, since each holds its data.
+const MAX_WAITING_WRITES: usize = 16;
 
 /// What a request of files is to its stream: it takes the client's data, and is stepped until it is done.
 pub trait Job {
@@ -202,7 +204,8 @@ impl Conn {
     fn frame(&mut self, frame: Frame, context: &mut Context) -> Result<(), ProtocolError> {
         match self.ledger.admit(frame, &mut self.out)? {
             Event::Open { stream, method, params } => {
-                let outcome = match self.works.len() < MAX_STREAMS {
+                let writes = self.works.iter().filter(|(_, work)| matches!(work, Work::Write { .. })).count();
+                let outcome = match self.works.len() < MAX_STREAMS && writes < MAX_WAITING_WRITES {
                     true => request(method, params, context),
                     false => Err(Fault::new("capacity", "too many requests at once on one connection").retryable()),
                 };
@@ -410,7 +413,10 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
             let follow = params.get("follow").and_then(Value::bool).unwrap_or(true);
             match follow || !chronus.get(command).is_some_and(chronus::Command::detached) {
                 true => Ok(Outcome::Work(Work::Follow { command, place: None, cursor: cursor(params)?, feeds })),
-                false => Ok(Outcome::Work(Work::Started { command })),
+                false => {
+                    chronus.watch_start(command, epoll);
+                    Ok(Outcome::Work(Work::Started { command }))
+                }
             }
         }
         "exec.attach" => {

@@ -6,7 +6,7 @@
 
 use super::conn::{Job, Sink, Step};
 use super::fault::Fault;
-use super::os::{self, check, cstring, Fd, SAFE};
+use super::os::{self, check, cstring, Fd, BENEATH, SAFE};
 use super::tar::Tar;
 use super::untar::Untar;
 use super::users::{self, User};
@@ -53,7 +53,7 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
         "fs.remove" => remove(&path("path")?, flag("recursive", false), user.clone()),
         "fs.tar" => job(Streamed::new(user.clone(), Tar::open(&path("path")?)?)),
         "fs.untar" => job(Untar::open(&path("path")?, user.clone())?),
-        "fs.move" => rename(&path("source")?, &path("target")?),
+        "fs.move" => rename(&path("source")?, &path("target")?, user.clone()),
         _ => Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's"))),
     }
 }
@@ -314,19 +314,65 @@ fn remove(path: &CStr, recursive: bool, user: User) -> Result<Answer, Fault> {
     }
 }
 
-fn rename(source: &CStr, target: &CStr) -> Result<Answer, Fault> {
+fn rename(source: &CStr, target: &CStr, user: User) -> Result<Answer, Fault> {
     let (from, to) = (Place::of(source, false)?, Place::of(target, false)?);
     let result = unsafe { libc::renameat(from.dir.0, from.name.as_ptr(), to.dir.0, to.name.as_ptr()) };
     match check(result) {
         Ok(_) => nothing(),
-        Err(libc::EXDEV) => Err(Fault::new(
-            "unsupported",
-            format!("{} cannot be renamed across layers or mounts", source.to_string_lossy()),
-        )
-        .hint("run mv in the sandbox: it copies")),
+        Err(libc::EXDEV) => copy_away(source, from, target, to, user),
         Err(errno) => {
             let fault = Fault::file(errno, source.to_bytes());
             Err(Fault { message: format!("{} (moving to {})", fault.message, target.to_string_lossy()), ..fault })
+        }
+    }
+}
+
+/// A move across mounts: a copy, then the source goes. Directories are left to mv.
+fn copy_away(source: &CStr, from: Place, target: &CStr, to: Place, user: User) -> Result<Answer, Fault> {
+    let fault = |errno| not_regular(errno, source);
+    let stat = os::lstat(from.dir.0, &from.name).map_err(fault)?;
+    match kind(&stat) {
+        libc::S_IFREG => {
+            let (file, stat) = open_regular(from.dir.0, &from.name, BENEATH).map_err(fault)?;
+            let owner = (user.uid == 0).then_some((stat.st_uid, stat.st_gid));
+            let copy = WriteFile::at(to, target, Some(stat.st_mode & 0o7777), owner, user)?;
+            job(MoveFile { from, file, copy })
+        }
+        libc::S_IFLNK => {
+            let link = os::readlink(from.dir.0, &from.name).and_then(|link| cstring(&link)).map_err(fault)?;
+            let make = || check(unsafe { libc::symlinkat(link.as_ptr(), to.dir.0, to.name.as_ptr()) });
+            super::untar::replacing(to.dir.0, &to.name, make).map_err(|errno| Fault::file(errno, target.to_bytes()))?;
+            check(unsafe { libc::unlinkat(from.dir.0, from.name.as_ptr(), 0) }).map_err(fault).and_then(|_| nothing())
+        }
+        _ => {
+            let message = format!("{} cannot be renamed across layers or mounts", source.to_string_lossy());
+            Err(Fault::new("unsupported", message).hint("run mv in the sandbox: it copies"))
+        }
+    }
+}
+
+/// A regular file on its way to another mount.
+struct MoveFile {
+    from: Place,
+    file: Fd,
+    copy: WriteFile,
+}
+
+impl Job for MoveFile {
+    fn step(&mut self, _: &mut Sink) -> Result<Step, Fault> {
+        let (source, target) = (self.file.0, self.copy.file.0);
+        let null = std::ptr::null_mut();
+        let copied = check(unsafe { libc::sendfile(target, source, null, 1 << 20) } as i64);
+        match copied.map_err(|errno| self.copy.fault(errno))? {
+            0 => {
+                self.copy.end()?;
+                let user = self.copy.user.clone();
+                let _acting = Acting::new(&user)?;
+                let removed = check(unsafe { libc::unlinkat(self.from.dir.0, self.from.name.as_ptr(), 0) });
+                removed.map_err(|errno| Fault::file(errno, self.from.name.to_bytes()))?;
+                Ok(Step::Done(Pack::default().map(0).0))
+            }
+            _ => Ok(Step::More),
         }
     }
 }
@@ -398,7 +444,17 @@ impl WriteFile {
         if path.to_bytes().ends_with(b"/") {
             return Err(fault(libc::EISDIR));
         }
-        let place = Place::of_target(path, true)?;
+        WriteFile::at(Place::of_target(path, true)?, path, mode, owner, user)
+    }
+
+    fn at(
+        place: Place,
+        path: &CStr,
+        mode: Option<u32>,
+        owner: Option<(u32, u32)>,
+        user: User,
+    ) -> Result<WriteFile, Fault> {
+        let fault = |errno| not_regular(errno, path);
         let existing = match os::lstat(place.dir.0, &place.name) {
             Ok(stat) => Some(stat),
             Err(libc::ENOENT) => None,

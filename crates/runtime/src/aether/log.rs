@@ -76,7 +76,7 @@ impl Log {
         let mut encoded = [0; MAX_HEAD];
         let size = put_head(bytes.len(), stream, &mut encoded);
         if self.file.is_none() && self.memory.len() + size + bytes.len() > IN_MEMORY {
-            let file = os::open(spill, c".", libc::O_TMPFILE | libc::O_RDWR, 0o600, 0)?;
+            let file = os::open(spill, c".", libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR, 0o600, 0)?;
             os::write_all(file.0, &self.memory)?;
             self.file = Some(file);
             self.memory = Vec::new();

@@ -53,6 +53,7 @@ struct Aether {
     epoch: u64,
     next_conn: u32,
     unreaped: bool,
+    completed: bool,
 }
 
 /// Serves a sandbox until the kernel ends the process.
@@ -84,7 +85,7 @@ fn prepare_signals() -> os::Result<Fd> {
     }
 }
 
-/// Descriptors 0 to 3 are what a child builds its own on: they must not be any of ours.
+/// Descriptors 0 to 3 are what a child builds its own on: what it needs before that must not be there.
 fn occupy_low_descriptors() -> os::Result<()> {
     loop {
         let fd = os::open(libc::AT_FDCWD, c"/", libc::O_PATH, 0, 0)?;
@@ -116,7 +117,18 @@ impl Aether {
         let chronus = Chronus::new(Box::leak(Box::new(birth)), setting, spill);
         let scratch = Scratch::new(log::MAX_RECORD + 8)?;
         let conns = Vec::new();
-        Ok(Aether { epoll, listener, signals, scratch, chronus, conns, epoch: 0, next_conn: 0, unreaped: true })
+        Ok(Aether {
+            epoll,
+            listener,
+            signals,
+            scratch,
+            chronus,
+            conns,
+            epoch: 0,
+            next_conn: 0,
+            unreaped: true,
+            completed: false,
+        })
     }
 
     fn turn(&mut self) {
@@ -128,6 +140,9 @@ impl Aether {
             more |= unfinished && !conn.is_blocked();
             alive
         });
+        if std::mem::take(&mut self.completed) {
+            self.chronus.remove_groups(); // now that whoever waits has the result
+        }
         let timeout = match more || self.unreaped {
             true => Some(0.0),
             false => self.chronus.next_tick().map(|at| at - os::now()),
@@ -143,7 +158,8 @@ impl Aether {
         if std::mem::take(&mut self.unreaped) {
             self.unreaped = self.chronus.reap();
         }
-        if self.chronus.tick(&self.epoll) {
+        self.completed = self.chronus.tick(&self.epoll);
+        if self.completed {
             let conns = &self.conns;
             self.chronus.forget(&|number| conns.iter().any(|conn| conn.follows(number)));
         }

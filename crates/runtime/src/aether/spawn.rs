@@ -125,19 +125,9 @@ impl Plan {
         Ok(())
     }
 
-    /// The arguments for a list of processes, cut to `most` bytes.
-    pub fn title(&self, most: usize) -> Vec<Vec<u8>> {
-        let mut left = most;
-        let mut title = Vec::new();
-        for index in 0..self.argv.starts.len() {
-            let argument = self.argv.get(index);
-            title.push(argument[..argument.len().min(left)].to_vec());
-            left = left.saturating_sub(argument.len() + 1);
-            if left == 0 {
-                break;
-            }
-        }
-        title
+    /// The arguments, each with its NUL, cut to about `most` bytes.
+    pub fn title(&self, most: usize) -> Vec<u8> {
+        self.argv.bytes[..self.argv.bytes.len().min(most)].to_vec()
     }
 }
 
@@ -442,14 +432,29 @@ impl Child<'_> {
     unsafe fn execute(&self) -> Errno {
         let mut failure = libc::ENOENT;
         for program in self.programs.iter().take_while(|program| !program.is_null()) {
-            unsafe { libc::syscall(libc::SYS_execve, *program, self.argv.as_ptr(), self.env.as_ptr()) };
-            match unsafe { *libc::__errno_location() } {
+            match unsafe { self.execute_one(*program) } {
                 libc::ENOENT | libc::ENOTDIR if self.programs.len() > 2 => {}
                 libc::EACCES => failure = libc::EACCES,
                 other => return other,
             }
         }
         failure
+    }
+
+    /// A file that is still open for writing is tried again for a while: another child of aether, on its own way to exec,
+    /// may hold the descriptor with which the file was just uploaded.
+    unsafe fn execute_one(&self, program: *const c_char) -> Errno {
+        let pause = libc::timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+        for _ in 0..50 {
+            unsafe {
+                libc::syscall(libc::SYS_execve, program, self.argv.as_ptr(), self.env.as_ptr());
+                if *libc::__errno_location() != libc::ETXTBSY {
+                    return *libc::__errno_location();
+                }
+                libc::syscall(libc::SYS_nanosleep, &pause, 0);
+            }
+        }
+        libc::ETXTBSY
     }
 
     fn must(&self, stage: Stage, result: i64) {

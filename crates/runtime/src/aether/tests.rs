@@ -673,6 +673,113 @@ fn an_aborted_upload_leaves_nothing_and_replacing_keeps_the_mode() {
 }
 
 #[test]
+fn moves_go_across_mounts() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let far = tempfile_on("/dev/shm");
+    let move_to = |source: &Path, target: &Path| {
+        let bytes_of = |path: &Path| bytes(path.as_os_str().as_encoded_bytes());
+        Fields::default().with("source", bytes_of(source)).with("target", bytes_of(target))
+    };
+    std::fs::write(inside.path("file"), vec![9; 2_500_000]).expect("file");
+    std::fs::set_permissions(inside.path("file"), std::os::unix::fs::PermissionsExt::from_mode(0o640)).expect("mode");
+    client.call("fs.move", move_to(&inside.path("file"), &inside.path("near")).into()).value();
+    client.call("fs.move", move_to(&inside.path("near"), &far).into()).value();
+    assert!(!inside.path("near").exists() && std::fs::read(&far).expect("file") == vec![9; 2_500_000]);
+    assert_eq!(client.call("fs.stat", path(&far).into()).number("mode"), 0o640);
+    client.call("fs.move", move_to(&far, &inside.path("back")).into()).value();
+    assert!(!far.exists() && inside.path("back").exists());
+    assert_eq!(client.call("fs.move", move_to(&far, &inside.path("x")).into()).fault().0, "file_not_found");
+}
+
+fn tempfile_on(dir: &str) -> PathBuf {
+    Path::new(dir).join(format!("dsec-aether-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed)))
+}
+
+/// Requests whose parameters are noise: errors, closed connections, but never an aether that is gone.
+#[test]
+fn no_request_ends_aether() {
+    let inside = Inside::start();
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as usize
+    };
+    let methods = [
+        "hello",
+        "exec",
+        "exec.attach",
+        "exec.write",
+        "exec.close_stdin",
+        "exec.signal",
+        "exec.list",
+        "fs.stat",
+        "fs.list",
+        "fs.read",
+        "fs.write",
+        "fs.mkdir",
+        "fs.move",
+        "fs.tar",
+        "fs.untar",
+        "fs.remove",
+    ];
+    let names = [
+        "path",
+        "exec_id",
+        "argv",
+        "line",
+        "cwd",
+        "env",
+        "user",
+        "stdin",
+        "timeout",
+        "cursor",
+        "signal",
+        "data",
+        "depth",
+        "offset",
+        "length",
+        "mode",
+        "owner",
+        "source",
+        "target",
+        "recursive",
+        "max_output_bytes",
+        "stdin_open",
+        "follow",
+    ];
+    for _ in 0..60 {
+        let mut client = inside.connect(1);
+        for _ in 0..10 {
+            let mut params = Fields::default();
+            for _ in 0..next() % 8 {
+                let value = match next() % 8 {
+                    0 => Pack::default().uint(next() as u64),
+                    1 => Pack::default().float(f64::from_bits(next() as u64)),
+                    2 => Pack::default().nil(),
+                    3 => text("ex-noise"),
+                    4 => bytes(b"noise/\xff"),
+                    5 => Pack::default().array(2).bin(b"true").uint(3),
+                    6 => Pack::default().map(1).str("PATH").str(""),
+                    _ => yes(),
+                };
+                params = params.with(names[next() % names.len()], value);
+            }
+            let stream = client.open(methods[next() % methods.len()], params.into());
+            client.data(stream, &next().to_le_bytes());
+            if next() % 2 == 0 {
+                client.send(if next() % 2 == 0 { Kind::End } else { Kind::Cancel }, stream, b"");
+            }
+        }
+        client.call("hello", Pack::default().map(0)).value();
+        let _ = client.socket.write_all(&(0..64).map(|_| next() as u8).collect::<Vec<u8>>());
+    }
+    assert_eq!(inside.connect(1).shell("echo alive").streams[1], b"alive\n");
+}
+
+#[test]
 fn file_errors_have_kinds() {
     let inside = Inside::start();
     let mut client = inside.connect(1);

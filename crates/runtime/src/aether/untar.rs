@@ -295,7 +295,7 @@ fn open_below(root: i32, path: &[u8], make: bool) -> os::Result<Fd> {
 }
 
 /// Makes something under a name; what is there gives way, unless it is a directory. Nothing is ever written through it.
-fn replacing<T>(dir: i32, name: &CStr, mut make: impl FnMut() -> os::Result<T>) -> os::Result<T> {
+pub fn replacing<T>(dir: i32, name: &CStr, mut make: impl FnMut() -> os::Result<T>) -> os::Result<T> {
     match make() {
         Err(libc::EEXIST) => {
             check(unsafe { libc::unlinkat(dir, name.as_ptr(), 0) })?;
