@@ -48,9 +48,13 @@ def up(
     from dsec.cluster import embedded
 
     started = time.monotonic()
-    if foreground:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # an early Ctrl-C waits until there is something to end
-    endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes)
+    try:
+        endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes)
+    except KeyboardInterrupt:
+        embedded.down(state)  # of what had started already
+        raise
+    if foreground:  # only now: the platform's processes would inherit what is blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     if json:
         print_json(endpoint)
     else:
@@ -135,5 +139,8 @@ def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, s
         ("processes", ", ".join(f"{process.role} {process.pid}" for process in local.processes)),
         ("sandboxes", held),
         ("memory", f"{megabytes(memory if isinstance(memory, int) else 0)} in sandboxes"),
-        *((name.replace("_", " "), f"{value:,}") for name, value in limits.items()),
+        *(
+            (name.replace("_", " "), megabytes(value) if "memory" in name else f"{value:,}")
+            for name, value in limits.items()
+        ),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import sys
 import threading
@@ -72,7 +73,7 @@ def _pump_stdin(process: Process, loop: asyncio.AbstractEventLoop) -> None:
             while data := os.read(0, _CHUNK):
                 asyncio.run_coroutine_threadsafe(process.write(data), loop).result()
             asyncio.run_coroutine_threadsafe(process.close_stdin(), loop).result()
-        except (DSecError, RuntimeError, OSError, asyncio.CancelledError):
+        except (DSecError, RuntimeError, OSError, concurrent.futures.CancelledError):
             return  # the command ended without reading everything, or the loop is gone: not an error, as in a shell
 
     threading.Thread(target=pump, name="stdin", daemon=True).start()

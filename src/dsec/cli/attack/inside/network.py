@@ -106,7 +106,7 @@ def raw() -> str | None:
     return "opened a raw socket"
 
 
-@attempt("network.packet", "open a packet socket")
+@attempt("network.packet", "open a packet socket", also=_NO_WAY)
 def packet() -> str | None:
     socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close()
     return "opened a packet socket"

@@ -105,6 +105,8 @@ def foreign_root() -> str | None:
 
 @attempt("proc.cgroup_paths", "learn the host's cgroup paths")
 def cgroup_paths() -> str | None:
+    """`/../name` (a sibling of the namespace's root) may show; a path of the host, or a name of the platform, may not."""
     with open("/proc/self/cgroup", encoding="utf-8") as handle:
-        outside = [line.strip() for line in handle if "dsec" in line or "/.." in line]
+        paths = [line.rstrip("\n").split(":", 2)[2] for line in handle]
+    outside = [path for path in paths if "dsec" in path or path.removeprefix("/..").count("/") > 1]
     return f"/proc/self/cgroup shows {outside[0]}" if outside else None
