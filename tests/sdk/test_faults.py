@@ -109,3 +109,22 @@ async def test_a_silent_server_meets_the_request_timeout() -> None:
         await DSecClient(f"http://127.0.0.1:{port}", KEY, request_timeout=0.3).open()
     assert isinstance(caught.value, ConnectionLost)
     server.close()
+
+
+async def test_dead_connections_in_the_pool_are_not_the_users_business(edge: FakeEdge, tmp_path: Path) -> None:
+    port = free_port()
+    source = tmp_path / "tree"
+    source.mkdir()
+    (source / "f").write_bytes(bytes(1_000_000))
+    client = DSecClient(f"http://127.0.0.1:{port}", KEY, request_timeout=20)
+    async with apiserver(edge.directory, edge, port=port):
+        sandbox = await client.run(BASE)
+        await asyncio.gather(*(sandbox.info() for _ in range(8)))
+    async with apiserver(edge.directory, edge, port=port):
+        assert [info.id async for info in client.list()] == [sandbox.id]
+        assert [line async for line in sandbox.logs()] == ["created"]
+        await sandbox.files.upload(source, "/up")
+        await sandbox.files.upload(source / "f", "/f")
+        assert len((await sandbox.changes()).changes) == 2
+        assert (await sandbox.files.download("/up", tmp_path / "down")).bytes == 1_000_000
+        await client.close()

@@ -128,9 +128,9 @@ async def info(x: Exchange) -> Response:
 
 async def stop(x: Exchange) -> Response:
     """Idempotent; answered when it is gone unless `wait=0`."""
-    link = await x.link()
-    await link.call("sandbox.stop", {**x.params(), "wait": x.query("wait") not in ("0", "false")})
-    return x.reply(Done())
+    link, params, incarnation = await x.target()
+    await link.call("sandbox.stop", {**params, "wait": x.query("wait") not in ("0", "false")})
+    return x.reply(Done(), incarnation=incarnation)
 
 
 async def stop_many(x: Exchange) -> Response:

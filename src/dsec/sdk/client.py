@@ -110,7 +110,7 @@ class DSecClient:
         """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first."""
         pairs = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
         pairs += [("state", State(state).value) for state in states or ()]
-        async with self._transport.stream("GET", "/v1/sandboxes", query=pairs, accept=NDJSON) as response:
+        async with self._transport.stream("GET", "/v1/sandboxes", query=pairs, accept=NDJSON, again=True) as response:
             async for line in json_lines(response):
                 yield decode(line, SandboxInfo)
 

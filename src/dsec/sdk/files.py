@@ -6,7 +6,7 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -87,26 +87,18 @@ class Files:
             query["owner"] = owner
         if isinstance(data, str):
             data = data.encode()
-        deadline = time.monotonic() + self._transport.request_timeout
-        while True:
-            body = _slices(data) if isinstance(data, bytes | bytearray | memoryview) else _pieces(data)
-            try:
-                reply = await self._transport.request(
-                    "PUT", self._path, query=query, body=body, target=self._target, repeat=False
-                )
-            except ConnectionLost:
-                if isinstance(data, AsyncIterable) or not self._transport.reached or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return decode(reply.body, _Size).size
+        if isinstance(data, bytes | bytearray | memoryview):
+            whole = data
+            return decode(await self._put("", query, lambda: _slices(whole)), _Size).size
+        pieces = data
+        return decode(await self._put("", query, lambda: _pieces(pieces), repeat=False), _Size).size
 
     async def list(self, path: RemotePath, *, depth: int = 1) -> list[FileInfo]:
         """Entries of a directory, depth levels down; symlinks are not followed. Paths are bytes."""
         query = {**_query(path), "depth": str(depth)}
         found: list[FileInfo] = []
         async with self._transport.stream(
-            "GET", f"{self._path}/list", query=query, target=self._target, accept=NDJSON
+            "GET", f"{self._path}/list", query=query, target=self._target, accept=NDJSON, again=True
         ) as response:
             async for line in json_lines(response, self._target):
                 if line.startswith(b'{"end":'):
@@ -147,13 +139,13 @@ class Files:
         """
         source = os.fsencode(local)
         if os.path.isdir(source) and not os.path.islink(source):
-            await self._unpack(archive.pack_tree(source), remote)
+            await self._put("/archive", _query(remote), lambda: archive.pack_tree(source))
         elif os.path.islink(source):
             parent, name = os.path.split(os.fsencode(remote).rstrip(b"/"))
-            await self._unpack(archive.pack_one(source, name), parent or b".")
+            await self._put("/archive", _query(parent or b"."), lambda: archive.pack_one(source, name))
         else:
             mode = (await asyncio.to_thread(os.stat, source)).st_mode & 0o777
-            await self.write(remote, archive.read_file(source), mode=mode)
+            await self._put("", {**_query(remote), "mode": f"{mode:o}"}, lambda: archive.read_file(source))
 
     async def download(self, remote: RemotePath, local: LocalPath) -> Downloaded:
         """A file becomes the file `local`; a directory's contents come to lie in the directory `local`, which is made.
@@ -164,15 +156,27 @@ class Files:
         target = Path(os.fsdecode(local))
         if (await self.stat(remote)).kind is FileKind.DIRECTORY:
             async with self._transport.stream(
-                "GET", f"{self._path}/archive", query=_query(remote), target=self._target
+                "GET", f"{self._path}/archive", query=_query(remote), target=self._target, again=True
             ) as response:
                 return await archive.unpack_tree(chunks(response, self._target), target)
         return await archive.write_file(self.stream(remote), target)
 
-    async def _unpack(self, tar: AsyncIterator[bytes], remote: RemotePath) -> None:
-        await self._transport.request(
-            "PUT", f"{self._path}/archive", query=_query(remote), body=tar, target=self._target, repeat=False
-        )
+    async def _put(
+        self, what: str, query: dict[str, str], make: Callable[[], AsyncIterator[bytes]], *, repeat: bool = True
+    ) -> bytes:
+        """Sends a body that can be made anew, again when the connection is lost: it replaces, so nothing doubles."""
+        deadline = time.monotonic() + self._transport.request_timeout
+        while True:
+            try:
+                reply = await self._transport.request(
+                    "PUT", self._path + what, query=query, body=make(), target=self._target, repeat=False
+                )
+            except ConnectionLost:
+                if not (repeat and self._transport.reached) or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return reply.body
 
     async def _post(self, what: str, asked: dict[str, object]) -> None:
         await self._transport.request(

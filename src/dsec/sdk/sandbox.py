@@ -207,7 +207,7 @@ class Sandbox:
         """
         body = encode({"include": list(include), "max_bytes": max_bytes})
         async with self._transport.stream(
-            "POST", f"{self._path}/changes", body=body, target=self._target, accept=NDJSON
+            "POST", f"{self._path}/changes", body=body, target=self._target, accept=NDJSON, again=True
         ) as response:
             found: list[Change] = []
             async for line in json_lines(response, self._target):
@@ -218,7 +218,7 @@ class Sandbox:
 
     async def logs(self) -> AsyncIterator[LogLine]:
         """Lines of its life so far: created, commands, ends. Each is a `str` with its time in `.t`."""
-        async with self._transport.stream("GET", f"{self._path}/logs", target=self._target) as response:
+        async with self._transport.stream("GET", f"{self._path}/logs", target=self._target, again=True) as response:
             async for line in json_lines(response, self._target):
                 entry = decode(line, _Line)
                 yield LogLine(entry.line, entry.t)

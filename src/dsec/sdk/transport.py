@@ -192,8 +192,12 @@ class Transport:
         target: Target | None = None,
         wait: float = 0.0,
         accept: str | None = None,
+        again: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response whose body is still to come; errors are raised, the incarnation is checked."""
+        """A response whose body is still to come; errors are raised, the incarnation is checked.
+
+        again: a request that does no harm twice, so one that found a dead connection in the pool is sent once more.
+        """
         if self._session is None:
             await self.open()
         assert self._session is not None
@@ -203,19 +207,28 @@ class Transport:
             headers["Accept"] = accept
         if target is not None:
             headers[INCARNATION] = str(target.incarnation)
-        try:
-            response = await self._session.request(
-                method,
-                self.url(path, query),
-                data=body if source is None else source.pieces(),
-                headers=headers,
-                timeout=self.timeout(wait),
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if source is not None and source.error is not None:
-                raise source.error from None
-            raise self._lost(error, target) from error
+        data = body if source is None else source.pieces()
+        while True:
+            try:
+                response = await self._session.request(
+                    method,
+                    self.url(path, query),
+                    data=data,
+                    headers=headers,
+                    timeout=self.timeout(wait),
+                    allow_redirects=False,
+                )
+                break
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if source is not None and source.error is not None:
+                    raise source.error from None
+                if not (
+                    again
+                    and self.reached
+                    and isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+                ):
+                    raise self._lost(error, target) from error
+                again = False
         try:
             self.reached = True
             if response.status >= 300:
