@@ -1,0 +1,35 @@
+"""Every example runs as its first lines say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsec.cluster.embedded import Endpoint
+
+pytestmark = pytest.mark.e2e
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SAID = {
+    "quickstart.py": ["hello from sb-", "pypi: refused"],
+    "burst.py": ["64 of 64 sandboxes created, used and removed"],
+    "sync_client.py": ["1\n2\n3\nexit code 0\n", "the command exited with 2", "write work/count.sh", "files=1"],
+}
+
+
+def test_all_are_named_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAID.keys()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_example(platform: Endpoint, name: str) -> None:
+    environment = {**os.environ, "DSEC_STATE": platform.state}
+    ran = subprocess.run(
+        [sys.executable, EXAMPLES / name], env=environment, timeout=100, check=True, capture_output=True, text=True
+    )
+    for text in SAID[name]:
+        assert text in ran.stdout
+    assert ran.stderr == ""
