@@ -28,7 +28,9 @@ class Promise(msgspec.Struct, frozen=True):
 
     def holds(self, value: float, ratio: float | None) -> bool:
         number = value if self.of == "value" else ratio
-        if number is None:  # the floor did not run, so nothing is shown
+        if (
+            number is None or value <= 0
+        ):  # the floor did not run, or something else on the machine freed more than we took
             return False
         return number <= self.bound if self.at == "most" else number >= self.bound
 

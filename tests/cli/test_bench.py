@@ -46,6 +46,8 @@ def test_outside_a_checkout_it_says_so(dsec: Invoke, monkeypatch: pytest.MonkeyP
         ("round_trip_p50_ms", 3.0, None, None, True),
         ("round_trip_p50_ms", 3.01, 0.2, 15.05, False),
         ("kb_per_sandbox_1000", 100.0, None, None, False),
+        ("kb_per_sandbox_1000", 90.0, 100.0, 0.9, True),
+        ("kb_per_sandbox_1000", -5.0, 100.0, -0.05, False),
     ],
 )
 def test_promises(name: str, value: float, floor: float | None, ratio: float | None, holds: bool) -> None:

@@ -63,6 +63,8 @@ def _explained(error: Exception) -> int:
         path = context.command_path if context is not None else "dsec"
         report(str(show()), f"see: {path} --help")
         return int(getattr(error, "exit_code", ExitCode.USAGE))
+    while isinstance(error, ExceptionGroup):  # of tasks that ran together, the first to fail says it
+        error = error.exceptions[0]
     from dsec.cli.connect import explained
 
     failure = explained(error)
