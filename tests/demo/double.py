@@ -178,9 +178,9 @@ class LocalFiles:
         return (await self._find(path, 0))[0]
 
     async def list(self, path: str, *, depth: int = 1) -> list[FileInfo]:
-        return await self._find(path, depth)
+        return [*await self._find(path, depth)]
 
-    async def _find(self, path: str, depth: int) -> list[FileInfo]:
+    async def _find(self, path: str, depth: int) -> Sequence[FileInfo]:
         least = "1" if depth else "0"
         form = "%p\\t%y\\t%s\\0"
         found = await self._run("find", path, "-mindepth", least, "-maxdepth", str(depth), "-printf", form)

@@ -68,6 +68,8 @@ def demo(
             burst = asyncio.run(_burst(ready, rollouts, concurrency, seed, prepare_s))
     except DemoError as error:
         raise CliFailure(str(error), hint=error.hint) from error
+    except asyncio.CancelledError:  # SIGTERM, after every sandbox was stopped
+        raise CliFailure("terminated", code=ExitCode.TERMINATED) from None
     _write(burst, json, report)
     _print(burst)
     return 0 if burst.ok else int(ExitCode.FAILURE)

@@ -12,6 +12,8 @@ from dsec.demo.records import Burst, Quantiles, Rollout, quantiles
 from dsec.demo.report import milliseconds, task_rows
 from dsec.demo.scripts import EXPECTED, Script
 
+_LONGEST = 12  # complaints that are printed; the files have all
+
 
 class Bar:
     """Counts of a running burst on stderr. On a pipe it prints nothing until the end."""
@@ -76,14 +78,20 @@ def closing(burst: Burst) -> list[str]:
         f" {s.valid} valid, {s.invalid} invalid;"
         f" {s.sandboxes} sandboxes, {s.peak_sandboxes} at the peak; a tool call takes {_times(s.tool_call_ms)}",
     ]
-    for rollout in burst.rollouts:
-        where = f"{rollout.task} {rollout.script.value} #{rollout.index}"
-        if not rollout.valid:
-            lines.append(f"INVALID {where}: {rollout.reason}")
-        elif not rollout.as_expected:
-            got, must = (rollout.reward, rollout.naive_reward), EXPECTED[rollout.script]
-            lines.append(f"UNEXPECTED {where}: reward, naive {got}, must be {must}: {rollout.reason}")
-    return lines
+    wrong = [line for rollout in burst.rollouts if (line := _complaint(rollout))]
+    more = [f"and {len(wrong) - _LONGEST} more such samples"] if len(wrong) > _LONGEST else []
+    return lines + wrong[:_LONGEST] + more
+
+
+def _complaint(rollout: Rollout) -> str:
+    """What is wrong with a sample; empty when it is as it must be."""
+    where = f"{rollout.task} {rollout.script.value} #{rollout.index}"
+    if not rollout.valid:
+        return f"INVALID {where}: {rollout.reason}"
+    if rollout.as_expected:
+        return ""
+    got, must = (rollout.reward, rollout.naive_reward), EXPECTED[rollout.script]
+    return f"UNEXPECTED {where}: reward and naive reward are {got} and must be {must}: {rollout.reason}"
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> str:
