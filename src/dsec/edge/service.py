@@ -62,6 +62,12 @@ class _Stop(Target, frozen=True):
     wait: bool = True
 
 
+class _StopBurst(msgspec.Struct, frozen=True):
+    burst: str
+    keep: tuple[str, ...] = ()
+    request_id: str = ""
+
+
 class _Ttl(Target, frozen=True):
     running_stop: float | msgspec.UnsetType | None = msgspec.UNSET
     total: float | msgspec.UnsetType | None = msgspec.UNSET
@@ -101,6 +107,7 @@ class Service:
             "sandbox.list": self.list,
             "sandbox.stop": self.stop,
             "sandbox.stop_many": self.stop_many,
+            "sandbox.stop_burst": self.stop_burst,
             "sandbox.ttl": self.ttl,
             "sandbox.logs": self.logs,
             "sandbox.changes": self.changes,
@@ -175,6 +182,19 @@ class Service:
         params = call.params(_List)
         chosen = [s for s in self._lifecycle.live() if _matches(s.args.labels, params.labels or {})]
         await asyncio.gather(*(self._lifecycle.stop(s.id, Reason.USER) for s in chosen))
+        return {"count": len(chosen)}
+
+    async def stop_burst(self, call: Call) -> object:
+        """Everything of one burst, still in creation or not, but what its caller took."""
+        params = call.params(_StopBurst)
+        prefix = params.burst + "/"
+        keep = frozenset(params.keep)
+        chosen = [
+            s.id
+            for s in self._lifecycle.live()
+            if s.id not in keep and (s.args.idempotency_key or "").startswith(prefix)
+        ]
+        await asyncio.gather(*(self._lifecycle.stop(id, Reason.USER) for id in chosen))
         return {"count": len(chosen)}
 
     async def ttl(self, call: Call) -> object:

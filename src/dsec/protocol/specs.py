@@ -39,17 +39,8 @@ class Reason(str, Enum):
     CREATE_FAILED = "create_failed"
 
 
-class DSecContainerRunArgs(msgspec.Struct, frozen=True, kw_only=False):
-    """What a container sandbox is made from. Every field has a default.
-
-    container_image: the base layer, `name@version` or `name@sha256:...`; layers: workspaces, then toolkits, on top of it.
-    cpu_cores_limit in cores, *_limit_mb in MiB, ttl_* in seconds (None: never). ttl_running_stop counts idle seconds: a
-    foreground command is activity, a detached one is not. network_rules: mirror or domain name -> allowed; nothing else is
-    reachable. qos: best_effort runs at idle priority beside latency_sensitive (report, 5).
-    """
-
-    container_image: str | None = None
-    layers: tuple[str, ...] = msgspec.field(default=())
+class _ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    layers: tuple[str, ...] = ()
     cpu_cores_limit: float = 1
     memory_limit_mb: int = 1024
     disk_limit_mb: int = 4096
@@ -63,6 +54,18 @@ class DSecContainerRunArgs(msgspec.Struct, frozen=True, kw_only=False):
     labels: dict[str, str] = {}
     qos: Literal["best_effort", "latency_sensitive"] = "best_effort"
     idempotency_key: str | None = None
+
+
+class DSecContainerRunArgs(_ContainerOptions, frozen=True):
+    """What a container sandbox is made from. Every field has a default; all but the first are given by name.
+
+    container_image: the base layer, `name@version` or `name@sha256:...`; layers: workspaces, then toolkits, on top of it.
+    cpu_cores_limit in cores, *_limit_mb in MiB, ttl_* in seconds (None: never). ttl_running_stop counts idle seconds: a
+    foreground command is activity, a detached one is not. network_rules: mirror or domain name -> allowed; nothing else is
+    reachable. qos is the CPU class (report, 5); it is recorded, and both classes are still scheduled alike.
+    """
+
+    container_image: str | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):
