@@ -19,6 +19,9 @@ Timeout = Annotated[
         "--timeout", "-t", metavar="SECONDS", help="Kill the command's whole tree after that (exit code 137).", min=0
     ),
 ]
+MaxOutput = Annotated[
+    int, typer.Option("--max-output", metavar="MB", help="Of each stream; the rest is cut and said so.", min=0)
+]
 Command = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- COMMAND", help="The command and its arguments, after `--`.", show_default=False),

@@ -39,6 +39,7 @@ def run(
     workdir: options.Workdir = None,
     label: options.Labels = None,
     timeout: options.Timeout = None,
+    max_output: options.MaxOutput = 256,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running; its id goes to stderr.")] = False,
     json: options.Json = False,
 ) -> int:
@@ -69,15 +70,24 @@ def run(
         workdir=workdir,
         labels=options.pairs(label, "--label"),
     )
-    return with_client(lambda client: _run(client, args, argv, timeout=timeout, keep=keep, json=json))
+    return with_client(
+        lambda client: _run(client, args, argv, timeout=timeout, max_output=max_output, keep=keep, json=json)
+    )
 
 
 async def _run(
-    client: DSecClient, args: DSecContainerRunArgs, argv: list[bytes], *, timeout: float | None, keep: bool, json: bool
+    client: DSecClient,
+    args: DSecContainerRunArgs,
+    argv: list[bytes],
+    *,
+    timeout: float | None,
+    max_output: int,
+    keep: bool,
+    json: bool,
 ) -> int:
     sandbox = await client.run_container(args)
     try:
-        code = await _execute(sandbox, argv, timeout=timeout, json=json)
+        code = await _execute(sandbox, argv, timeout=timeout, max_output=max_output, json=json)
     except BaseException:
         await asyncio.shield(sandbox.stop())
         raise
@@ -95,6 +105,7 @@ def exec_(
     user: options.User = None,
     workdir: options.Workdir = None,
     timeout: options.Timeout = None,
+    max_output: options.MaxOutput = 256,
     json: options.Json = False,
 ) -> int:
     """Run one more command in a running sandbox.
@@ -111,7 +122,9 @@ def exec_(
 
     async def work(client: DSecClient) -> int:
         attached = await client.attach(sandbox)
-        return await _execute(attached, argv, env=variables, user=user, cwd=workdir, timeout=timeout, json=json)
+        return await _execute(
+            attached, argv, env=variables, user=user, cwd=workdir, timeout=timeout, max_output=max_output, json=json
+        )
 
     return with_client(work)
 
@@ -123,13 +136,16 @@ async def _execute(
     env: dict[str, str] | None = None,
     user: str | None = None,
     cwd: str | None = None,
-    timeout: float | None = None,
-    json: bool = False,
+    timeout: float | None,
+    max_output: int,
+    json: bool,
 ) -> int:
     from dsec.cli import streams
 
     piped = streams.stdin_is_piped()
-    process = await sandbox.start(argv, env=env, user=user, cwd=cwd, timeout=timeout, stdin=piped)
+    process = await sandbox.start(
+        argv, env=env, user=user, cwd=cwd, timeout=timeout, stdin=piped, max_output_bytes=max_output << 20
+    )
     if json:
         result = await streams.collect(process, forward_stdin=piped)
         print_json({"sandbox": sandbox.id, **_document(result)})
