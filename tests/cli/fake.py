@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 
+import msgspec
+
 import dsec
 from dsec import (
     DSecContainerRunArgs,
@@ -33,7 +35,7 @@ def result(exit_code: int = 0, stdout: bytes = b"", stderr: bytes = b"", **other
 def info(name: str, state: State = State.RUNNING, reason: Reason | None = None, **labels: str) -> SandboxInfo:
     return SandboxInfo(
         id=name, backend="container", state=state, reason=reason, created_at=1_700_000_000.0, labels=labels,
-        limits=Limits(1, 1024, 4096, 512), usage=Usage(memory_bytes=3 << 20, cpu_s=1.5, pids=4),
+        limits=Limits(1, 1024, 4096, 512), usage=Usage(),
         layers=("debian@sha256:" + "a" * 64,), network=Network("none", {}, {}), edge="e1", incarnation=1,
     )  # fmt: skip
 
@@ -89,6 +91,10 @@ class FakeSandbox:
     async def start(self, argv: Sequence[bytes], **options: object) -> FakeProcess:
         self.client.started.append((list(argv), options))
         return FakeProcess(self)
+
+    async def info(self) -> SandboxInfo:
+        found = next(one for one in self.client.sandboxes if one.id == self.id)
+        return msgspec.structs.replace(found, usage=Usage(memory_bytes=3 << 20, cpu_s=1.5, pids=4))
 
     async def stop(self) -> None:
         self.client.did.append(f"stop {self.id}")

@@ -133,6 +133,8 @@ def test_ps_lists_the_living_by_default(dsec: Invoke, client: FakeClient) -> Non
     assert heading.split() == ["ID", "STATE", "IMAGE", "AGE", "MEMORY", "CPU", "PIDS", "LABELS"]
     assert first.split()[:3] == ["sb-e1-a", "running", "debian"] and "team=x" in first
     assert "stopped (oom)" in second
+    assert first.split()[4:8] == ["3.0", "MB", "1.5s", "4"]
+    assert second.split()[5:8] == ["-", "-", "-"]
 
 
 def test_ps_json_is_a_list_of_infos(dsec: Invoke, client: FakeClient) -> None:

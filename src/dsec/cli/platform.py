@@ -120,17 +120,14 @@ async def _loads(client: DSecClient) -> dict[str, object]:
     """What the platform says of itself and how many sandboxes there are, by state."""
     capabilities = await client.capabilities()
     counts: dict[str, int] = {}
-    memory = 0
     async for info in client.list():
         counts[info.state.value] = counts.get(info.state.value, 0) + 1
-        memory += max(0, info.usage.memory_bytes)
-    return {"version": capabilities.version, "sandboxes": counts, "memory_bytes": memory, "limits": capabilities.limits}
+    return {"version": capabilities.version, "sandboxes": counts, "limits": capabilities.limits}
 
 
 def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, str]]:
     counts, limits = document["sandboxes"], document["limits"]
     assert local.endpoint is not None and isinstance(counts, dict) and isinstance(limits, dict)
-    memory = document["memory_bytes"]
     held = ", ".join(f"{number} {state}" for state, number in sorted(counts.items())) or "none"
     return [
         ("answers at", local.endpoint.url),
@@ -138,7 +135,6 @@ def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, s
         ("state", local.endpoint.state),
         ("processes", ", ".join(f"{process.role} {process.pid}" for process in local.processes)),
         ("sandboxes", held),
-        ("memory", f"{megabytes(memory if isinstance(memory, int) else 0)} in sandboxes"),
         *(
             (name.replace("_", " "), megabytes(value) if "memory" in name else f"{value:,}")
             for name, value in limits.items()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _LIVE = ("creating", "running", "paused", "stopping")
 _ENDED = ("stopped", "failed")
-_STOPS_AT_ONCE = 32
+_AT_ONCE = 32
+_MEASURED_MOST = 100
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +48,8 @@ def ps(
     from dsec.cli.connect import with_client
 
     async def work(client: DSecClient) -> list[SandboxInfo]:
-        return [info async for info in client.list(labels=labels or None, states=wanted)]
+        listed = [info async for info in client.list(labels=labels or None, states=wanted)]
+        return await _measured(client, listed)
 
     found = sorted(with_client(work), key=lambda info: info.created_at)
     if json:
@@ -58,15 +60,42 @@ def ps(
     print_table(columns, [_row(info, now) for info in found], empty="no sandboxes" + ("" if all_ else " running"))
 
 
+async def _measured(client: DSecClient, listed: list[SandboxInfo]) -> list[SandboxInfo]:
+    """A list carries no usage; so few that a person reads them are asked one by one."""
+    if len(listed) > _MEASURED_MOST:
+        return listed
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(info: SandboxInfo) -> SandboxInfo:
+        from dsec import DSecError
+
+        if info.state.value not in _LIVE:
+            return info
+        try:
+            async with at_once:
+                return await (await client.attach(info.id)).info()
+        except DSecError:
+            return info  # it has just ended
+
+    return list(await asyncio.gather(*(ask(info) for info in listed)))
+
+
 def _row(info: SandboxInfo, now: float) -> tuple[str, ...]:
     state = info.state.value + (f" ({info.reason.value})" if info.reason else "")
     image = " + ".join(layer.partition("@sha256:")[0] for layer in info.layers)
     labels = " ".join(f"{name}={value}" for name, value in sorted(info.labels.items()))
     usage_ = info.usage
+    known = usage_.pids > 0 or usage_.memory_bytes > 0
     return (
-        info.id, state, image, age(info.created_at, now), megabytes(usage_.memory_bytes), f"{usage_.cpu_s:.1f}s",
-        str(usage_.pids), labels,
-    )  # fmt: skip
+        info.id,
+        state,
+        image,
+        age(info.created_at, now),
+        megabytes(usage_.memory_bytes if known else -1),
+        f"{usage_.cpu_s:.1f}s" if known else "-",
+        str(usage_.pids) if known else "-",
+        labels,
+    )
 
 
 def logs(
@@ -119,7 +148,7 @@ def stop(
         if labels:
             return await client.stop_many(labels=labels), []
         names = sandbox or [info.id async for info in client.list(states=_LIVE)]
-        at_once = asyncio.Semaphore(_STOPS_AT_ONCE)
+        at_once = asyncio.Semaphore(_AT_ONCE)
         answers = await asyncio.gather(*(_stop_one(client, name, at_once) for name in names))
         failed = [answer for answer in answers if answer]
         return len(names) - len(failed), failed
