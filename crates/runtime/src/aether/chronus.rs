@@ -5,7 +5,7 @@
 
 use super::fault::Fault;
 use super::log::Log;
-use super::os::{self, Epoll, Fd, Scratch};
+use super::os::{self, Epoll, Scratch, Watched};
 use super::spawn::{self, Ends, Failed, Plan, Setting};
 use super::token;
 use crate::birth::Birth;
@@ -23,11 +23,13 @@ const STDIN_QUEUE: usize = 1 << 20;
 /// A command that writes more than it may keep is read at this pace, so that it cannot keep aether busy.
 const DISCARD_BURST: u64 = 1 << 20;
 const DISCARD_PAUSE: f64 = 0.005;
+/// Seconds after which groups that were not empty are tried again, first and last.
+const GROUPS_AGAIN: (f64, f64) = (0.02, 10.0);
 const REAPS_A_TURN: usize = 512;
 const TITLE: usize = 512;
 
 struct Stdin {
-    fd: Fd,
+    fd: Watched,
     queue: Vec<u8>,
     written: usize,
     close_after: bool,
@@ -44,7 +46,7 @@ struct Output {
 /// What a command is until it is known to execute.
 pub struct Start {
     /// Closed by a successful exec, else it carries a report.
-    status: Fd,
+    status: Watched,
     /// For the message about a failure.
     cwd: Vec<u8>,
     user: String,
@@ -85,7 +87,7 @@ pub struct Command {
 }
 
 struct Pipe {
-    fd: Fd,
+    fd: Watched,
     command: u32,
     stream: u8,
     discarded: u64,
@@ -101,6 +103,8 @@ pub struct Chronus {
     paused: Vec<(f64, u32)>,
     /// Control groups that still had processes in them when their command ended.
     groups: VecDeque<u32>,
+    /// When to look at them again, and how long after that the next time.
+    groups_again: Option<(f64, f64)>,
     next: u32,
     /// A command failed to start since the last tick.
     failed: bool,
@@ -129,6 +133,33 @@ fn unknown(exec_id: &str) -> Fault {
     Fault::new("not_found", format!("no command {exec_id:?} in this sandbox (or it ended long ago and was dropped)"))
 }
 
+/// Aether's ends of a command's pipes.
+struct Ours {
+    status: Watched,
+    pipes: Vec<(u32, Pipe)>,
+    stdin: Option<Watched>,
+}
+
+fn make_pipes(params: Value, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ours)> {
+    let (status, status_end) = os::pipe(true, false)?;
+    let mut pipes = Vec::with_capacity(2);
+    let mut output = |stream: u8| {
+        let (reader, writer) = os::pipe(true, false)?;
+        let id = 2 * number + u32::from(stream);
+        epoll.watch(reader.0, libc::EPOLLIN, token::make(token::PIPE, id))?;
+        pipes.push((id, Pipe { fd: epoll.own(reader), command: number, stream, discarded: 0 }));
+        os::Result::Ok(writer)
+    };
+    let stdout = output(0)?;
+    let stderr = if flag(params, "merge_stderr") { None } else { Some(output(1)?) };
+    let (stdin, stdin_end) = match params.get("stdin").is_some() || flag(params, "stdin_open") {
+        true => os::pipe(false, true).map(|(reader, writer)| (Some(epoll.own(writer)), reader))?,
+        false => (None, os::open(libc::AT_FDCWD, c"/dev/null", libc::O_RDONLY, 0, os::SAFE)?),
+    };
+    let ends = Ends { stdin: stdin_end, stdout, stderr, status: status_end };
+    Ok((ends, Ours { status: epoll.own(status), pipes, stdin }))
+}
+
 impl Chronus {
     pub fn new(birth: &'static Birth, setting: Setting, spill: i32) -> Chronus {
         let (commands, pipes) = (BTreeMap::new(), BTreeMap::new());
@@ -140,6 +171,7 @@ impl Chronus {
             pipes,
             paused: Vec::new(),
             groups: VecDeque::new(),
+            groups_again: None,
             next: 1,
             failed: false,
         }
@@ -163,55 +195,35 @@ impl Chronus {
         let limit = params.get("max_output_bytes").and_then(Value::u64).unwrap_or(16 << 20).min(self.birth.max_output);
         let deadline = seconds(params, "timeout")?.map(|s| now + s);
         let idle = seconds(params, "idle_timeout")?;
-        let first_input = params.get("stdin").and_then(Value::bytes).unwrap_or_default();
-        let fails = |errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno)));
-
-        let merged = flag(params, "merge_stderr");
-        let (status, status_end) = os::pipe(true, false).map_err(fails)?;
-        let (stdout, stdout_end) = os::pipe(true, false).map_err(fails)?;
-        let (stderr, stderr_end) = match merged {
-            true => (None, None),
-            false => os::pipe(true, false).map(|(reader, writer)| (Some(reader), Some(writer))).map_err(fails)?,
-        };
-        let stdin_open = flag(params, "stdin_open");
-        let (stdin, stdin_end) = match params.get("stdin").is_some() || stdin_open {
-            true => os::pipe(false, true).map(|(reader, writer)| (Some(writer), reader)).map_err(fails)?,
-            false => (None, os::open(libc::AT_FDCWD, c"/dev/null", libc::O_RDONLY, 0, os::SAFE).map_err(fails)?),
-        };
         let number = self.next;
         self.next += 1;
-        let watch = |fd: &Fd, kind, id| epoll.watch(fd.0, libc::EPOLLIN, token::make(kind, id)).map_err(fails);
-        let readers = [(0, Some(stdout)), (1, stderr)].into_iter().filter_map(|(stream, fd)| Some((stream, fd?)));
-        let mut pipes = Vec::with_capacity(2);
-        for (stream, fd) in readers {
-            let id = 2 * number + u32::from(stream);
-            watch(&fd, token::PIPE, id)?;
-            pipes.push((id, Pipe { fd, command: number, stream, discarded: 0 }));
-        }
-        let ends = Ends { stdin: stdin_end, stdout: stdout_end, stderr: stderr_end, status: status_end };
+        let (ends, ours) = make_pipes(params, number, epoll)
+            .map_err(|errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno))))?;
         let pid = plan.start(number, &self.setting, &ends)?;
         drop(ends);
 
         let mut outputs = [Output::default(); 2];
-        pipes.iter().for_each(|(_, pipe)| outputs[usize::from(pipe.stream)].open = true);
-        self.pipes.extend(pipes);
-        let stdin = stdin.map(|fd| Stdin { fd, queue: first_input.to_vec(), written: 0, close_after: !stdin_open });
+        ours.pipes.iter().for_each(|(_, pipe)| outputs[usize::from(pipe.stream)].open = true);
+        self.pipes.extend(ours.pipes);
+        let queue = params.get("stdin").and_then(Value::bytes).unwrap_or_default().to_vec();
+        let close_after = !flag(params, "stdin_open");
+        let (cwd, user) = (plan.cwd().to_vec(), plan.user_name());
         let command = Command {
             exec_id,
             title: plan.title(TITLE),
             detached: flag(params, "detached"),
             pid,
-            state: State::Starting(Box::new(Start { status, cwd: plan.cwd().to_vec(), user: plan.user_name() })),
+            state: State::Starting(Box::new(Start { status: ours.status, cwd, user })),
             log: Log::default(),
             outputs,
-            merged,
+            merged: flag(params, "merge_stderr"),
             limit,
             started: now,
             started_unix: os::unix_time(),
             deadline,
             idle,
             last_output: now,
-            stdin,
+            stdin: ours.stdin.map(|fd| Stdin { fd, queue, written: 0, close_after }),
             stdin_taken: 0,
             stdin_owed: 0,
             killed: None,
@@ -230,7 +242,7 @@ impl Chronus {
         let Some(command) = self.commands.get_mut(&number) else { return };
         let State::Starting(start) = &command.state else { return };
         let mut report = [0; spawn::REPORT];
-        match os::read(start.status.0, &mut report) {
+        match os::read(start.status.raw(), &mut report) {
             Err(libc::EAGAIN | libc::EINTR) => return,
             Ok(spawn::REPORT) => {}
             _ => {
@@ -255,7 +267,7 @@ impl Chronus {
     /// Someone wants to know as soon as the command executes. (Else it is learned with its first output or its end.)
     pub fn watch_start(&self, number: u32, epoll: &Epoll) {
         if let Some(State::Starting(start)) = self.get(number).map(|command| &command.state) {
-            let _ = epoll.watch(start.status.0, libc::EPOLLIN, token::make(token::STATUS, number));
+            let _ = epoll.watch(start.status.raw(), libc::EPOLLIN, token::make(token::STATUS, number));
         }
     }
 
@@ -263,7 +275,7 @@ impl Chronus {
         let Some(number) = self.pipes.get(&id).map(|pipe| pipe.command) else { return };
         self.on_status(number);
         let Some(pipe) = self.pipes.get_mut(&id) else { return };
-        let bytes = match scratch.read(pipe.fd.0) {
+        let bytes = match scratch.read(pipe.fd.raw()) {
             Err(libc::EAGAIN | libc::EINTR) => return,
             Ok(bytes) if !bytes.is_empty() => bytes,
             _ => {
@@ -287,7 +299,7 @@ impl Chronus {
         }
         if pipe.discarded >= DISCARD_BURST {
             pipe.discarded = 0;
-            let _ = epoll.watch(pipe.fd.0, 0, token::make(token::PIPE, id));
+            let _ = epoll.watch(pipe.fd.raw(), 0, token::make(token::PIPE, id));
             self.paused.push((os::now() + DISCARD_PAUSE, id));
         }
     }
@@ -315,7 +327,8 @@ impl Chronus {
     /// When `tick` has something to do, on the clock of `os::now`.
     pub fn next_tick(&self) -> Option<f64> {
         let alarms = self.commands.values().filter_map(|command| command.alarm());
-        alarms.chain(self.paused.iter().map(|(until, _)| *until)).min_by(f64::total_cmp)
+        let others = self.paused.iter().map(|(until, _)| *until).chain(self.groups_again.map(|(at, _)| at));
+        alarms.chain(others).min_by(f64::total_cmp)
     }
 
     /// Ends what is over its time, and completes what ended. True: there is something to forget.
@@ -324,10 +337,13 @@ impl Chronus {
         self.paused.retain(|(until, id)| {
             let wake = *until <= now;
             if let (true, Some(pipe)) = (wake, self.pipes.get(id)) {
-                let _ = epoll.watch(pipe.fd.0, libc::EPOLLIN, token::make(token::PIPE, *id));
+                let _ = epoll.watch(pipe.fd.raw(), libc::EPOLLIN, token::make(token::PIPE, *id));
             }
             !wake
         });
+        if let Some((_, pause)) = self.groups_again.filter(|(at, _)| *at <= now) {
+            self.try_groups(pause);
+        }
         let mut completed = std::mem::take(&mut self.failed);
         for (number, command) in &mut self.commands {
             if let Some(why) = command.overdue(now) {
@@ -342,8 +358,14 @@ impl Chronus {
         completed
     }
 
-    /// Removes empty groups of ended commands, a few at a time; those with background processes are tried again later.
+    /// After processes ended: removes the groups of ended commands that are empty now.
     pub fn remove_groups(&mut self) {
+        self.try_groups(GROUPS_AGAIN.0);
+    }
+
+    /// A few at a time. Those with background processes in them are tried again when a process ends, and some times after a
+    /// while: the kernel empties a group a moment after it tells that the last process ended.
+    fn try_groups(&mut self, pause: f64) {
         for _ in 0..self.groups.len().min(8) {
             if let Some(number) = self.groups.pop_front() {
                 if !spawn::remove_group(self.setting.cgroup2, number) {
@@ -351,6 +373,8 @@ impl Chronus {
                 }
             }
         }
+        let again = !self.groups.is_empty() && pause <= GROUPS_AGAIN.1;
+        self.groups_again = again.then(|| (os::now() + pause, 4.0 * pause));
     }
 
     /// Forgets the oldest ended commands beyond what is kept, but none that is followed.
@@ -455,17 +479,17 @@ impl Stdin {
     /// False: this stdin is over.
     fn push(&mut self, token: u64, epoll: &Epoll) -> bool {
         while self.written < self.queue.len() {
-            match os::write(self.fd.0, &self.queue[self.written..]) {
+            match os::write(self.fd.raw(), &self.queue[self.written..]) {
                 Ok(size) => self.written += size,
                 Err(libc::EINTR) => {}
-                Err(libc::EAGAIN) => return epoll.watch(self.fd.0, libc::EPOLLOUT, token).is_ok(),
+                Err(libc::EAGAIN) => return epoll.watch(self.fd.raw(), libc::EPOLLOUT, token).is_ok(),
                 Err(_) => return false, // nobody reads any more
             }
         }
         self.queue = Vec::new();
         self.written = 0;
         // without events, but the kernel still says when the last reader is gone
-        !self.close_after && epoll.watch(self.fd.0, 0, token).is_ok()
+        !self.close_after && epoll.watch(self.fd.raw(), 0, token).is_ok()
     }
 }
 

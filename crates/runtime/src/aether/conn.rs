@@ -4,7 +4,7 @@ use super::chronus::{self, Chronus, State};
 use super::fault::Fault;
 use super::files;
 use super::log::Place;
-use super::os::{self, Epoll, Fd, Scratch};
+use super::os::{self, Epoll, Scratch, Watched};
 use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, MAX_DROPPED, MAX_PAYLOAD};
 use crate::msgpack::{Pack, Value};
 
@@ -88,7 +88,7 @@ pub struct Context<'a> {
 }
 
 pub struct Conn {
-    fd: Fd,
+    fd: Watched,
     pub token: u64,
     /// None until the preamble came.
     pub greeted: bool,
@@ -111,7 +111,7 @@ pub enum Read {
 }
 
 impl Conn {
-    pub fn new(fd: Fd, token: u64) -> Conn {
+    pub fn new(fd: Watched, token: u64) -> Conn {
         let (input, out, works) = (Vec::new(), Vec::new(), Vec::new());
         let ledger = Ledger::new();
         Conn { fd, token, greeted: false, dropped: 0, input, out, sent: 0, blocked: false, ledger, works, next: 0 }
@@ -136,7 +136,7 @@ impl Conn {
 
     /// Reads what is there, at most one scratch of it.
     pub fn read(&mut self, scratch: &mut Scratch, context: &mut Context) -> Read {
-        let bytes = match scratch.read(self.fd.0) {
+        let bytes = match scratch.read(self.fd.raw()) {
             Err(libc::EAGAIN | libc::EINTR) => return Read::Nothing,
             Ok(bytes) if !bytes.is_empty() => bytes,
             _ => return Read::Closed,
@@ -323,7 +323,7 @@ impl Conn {
         while self.sent < self.out.len() {
             let rest = &self.out[self.sent..];
             let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-            match os::check(unsafe { libc::send(self.fd.0, rest.as_ptr().cast(), rest.len(), flags) } as i64) {
+            match os::check(unsafe { libc::send(self.fd.raw(), rest.as_ptr().cast(), rest.len(), flags) } as i64) {
                 Ok(size) => self.sent += size as usize,
                 Err(libc::EINTR) => {}
                 Err(libc::EAGAIN) => return self.wait_to_send(true, epoll),
@@ -344,7 +344,7 @@ impl Conn {
         }
         self.blocked = blocked;
         let events = libc::EPOLLIN | if blocked { libc::EPOLLOUT } else { 0 };
-        epoll.watch(self.fd.0, events, self.token).is_ok()
+        epoll.watch(self.fd.raw(), events, self.token).is_ok()
     }
 }
 

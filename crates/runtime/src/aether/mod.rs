@@ -53,7 +53,8 @@ struct Aether {
     epoch: u64,
     next_conn: u32,
     unreaped: bool,
-    completed: bool,
+    /// Processes ended since control groups were last looked at.
+    ended: bool,
 }
 
 /// Serves a sandbox until the kernel ends the process.
@@ -127,7 +128,7 @@ impl Aether {
             epoch: 0,
             next_conn: 0,
             unreaped: true,
-            completed: false,
+            ended: false,
         })
     }
 
@@ -140,7 +141,7 @@ impl Aether {
             more |= unfinished && !conn.is_blocked();
             alive
         });
-        if std::mem::take(&mut self.completed) {
+        if std::mem::take(&mut self.ended) {
             self.chronus.remove_groups(); // now that whoever waits has the result
         }
         let timeout = match more || self.unreaped {
@@ -156,10 +157,10 @@ impl Aether {
             self.event(event.u64, event.events as i32);
         }
         if std::mem::take(&mut self.unreaped) {
+            self.ended = true;
             self.unreaped = self.chronus.reap();
         }
-        self.completed = self.chronus.tick(&self.epoll);
-        if self.completed {
+        if self.chronus.tick(&self.epoll) {
             let conns = &self.conns;
             self.chronus.forget(&|number| conns.iter().any(|conn| conn.follows(number)));
         }
@@ -196,7 +197,7 @@ impl Aether {
                 self.conns.remove(oldest);
             }
         }
-        self.conns.push(Conn::new(fd, token));
+        self.conns.push(Conn::new(self.epoll.own(fd), token));
     }
 
     fn read(&mut self, token: u64) {

@@ -129,7 +129,12 @@ impl Epoll {
         check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) }).map(|fd| Epoll(Fd(fd as i32)))
     }
 
-    /// Adds or changes what is waited for. Descriptors leave by being closed.
+    /// A descriptor that leaves the set when it is closed.
+    pub fn own(&self, fd: Fd) -> Watched {
+        Watched { fd, epoll: self.0 .0 }
+    }
+
+    /// Adds or changes what is waited for.
     pub fn watch(&self, fd: i32, events: i32, token: u64) -> Result<()> {
         let mut event = libc::epoll_event { events: events as u32, u64: token };
         let mut control = |operation| check(unsafe { libc::epoll_ctl(self.0 .0, operation, fd, &mut event) });
@@ -144,6 +149,25 @@ impl Epoll {
         let timeout = seconds.map_or(-1, |s| (s.clamp(0.0, 3600.0) * 1000.0).ceil() as i32);
         let count = unsafe { libc::epoll_wait(self.0 .0, buffer.as_mut_ptr(), buffer.len() as i32, timeout) };
         &buffer[..count.max(0) as usize]
+    }
+}
+
+/// A descriptor that may be in an epoll set. Closing alone would not take it out: a child on its way to exec has copies of
+/// all descriptors, and a stopped one would keep aether awake with events of files that it closed long ago.
+pub struct Watched {
+    fd: Fd,
+    epoll: i32,
+}
+
+impl Watched {
+    pub fn raw(&self) -> i32 {
+        self.fd.0
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        unsafe { libc::epoll_ctl(self.epoll, libc::EPOLL_CTL_DEL, self.fd.0, std::ptr::null_mut()) };
     }
 }
 
