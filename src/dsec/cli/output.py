@@ -37,9 +37,9 @@ def _draw(columns: Sequence[str], rows: list[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == columns[0])  # names are there to be copied
     for row in rows:
         table.add_row(*(_escaped(cell) for cell in row))
     Console().print(table)
