@@ -143,11 +143,13 @@ def _show_peers(peers: Sequence[Peer]) -> None:
 
     rows = [
         (f"{peer.name} {peer.version}", f"{peer.p50_ms:.2f}", f"{peer.p99_ms:.2f}", f"{peer.cycles_per_s:.0f}",
-         _against(peer.factor_p50), _against(peer.factor_cycles), peer.how)
+         _against(peer.factor_p50), _against(peer.factor_cycles))
         for peer in peers
     ]  # fmt: skip
-    columns = ("peer", "cycle p50 ms", "p99 ms", "cycles/s", "DSec's p50", "DSec's cycles/s", "how it ran")
+    columns = ("peer", "cycle p50 ms", "p99 ms", "cycles/s", "DSec's p50", "DSec's cycles/s")
     print_table(columns, rows)
+    for peer in peers:
+        print(f"note: {peer.name}: {peer.how}")
 
 
 def _against(factor: float) -> str:
