@@ -199,6 +199,8 @@ impl Chronus {
         self.next += 1;
         let (ends, ours) = make_pipes(params, number, epoll)
             .map_err(|errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno))))?;
+        let fetched = self.setting.groups.fetch();
+        fetched.map_err(|f| Fault::internal(&format!("no control groups for commands: {}", f.what), f.errno))?;
         let pid = plan.start(number, &self.setting, &ends)?;
         drop(ends);
 
@@ -348,7 +350,7 @@ impl Chronus {
         for (number, command) in &mut self.commands {
             if let Some(why) = command.overdue(now) {
                 command.killed = Some(why);
-                spawn::kill_tree(self.setting.cgroup2, *number, command.pid);
+                spawn::kill_tree(self.setting.cgroup2, *number, Some(command.pid));
             }
             if command.complete(now) {
                 completed = true;
@@ -462,7 +464,7 @@ impl Chronus {
         let signal = signal.ok_or_else(|| Fault::invalid("signal must be a number from 1 to 64"))? as i32;
         let Some(command) = self.commands.get(&number) else { return Ok(()) };
         if signal == libc::SIGKILL {
-            spawn::kill_tree(self.setting.cgroup2, number, command.pid);
+            spawn::kill_tree(self.setting.cgroup2, number, command.ended.is_none().then_some(command.pid));
         } else if command.ended.is_none() {
             unsafe { libc::kill(-command.pid, signal) };
         }

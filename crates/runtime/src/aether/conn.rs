@@ -10,8 +10,8 @@ use crate::msgpack::{Pack, Value};
 
 /// No work is done for a connection that has so much to send.
 const OUT_HIGH: usize = 256 * 1024;
-/// Steps of long work a turn; each moves at most one frame of data.
-const STEPS_A_TURN: usize = 16;
+/// Steps of long work a turn; each moves at most one frame of data, or takes about a millisecond.
+const STEPS_A_TURN: usize = 4;
 const MAX_STREAMS: usize = 4096;
 /// Requests with data for stdins that are full; more are refused, since each holds its data.
 const MAX_WAITING_WRITES: usize = 16;

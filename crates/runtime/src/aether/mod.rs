@@ -99,7 +99,7 @@ fn occupy_low_descriptors() -> os::Result<()> {
 
 impl Aether {
     fn new(sandbox: Sandbox) -> os::Result<Aether> {
-        let Sandbox { birth, listener, oom_adj, spill, cgroup2, cgroup_tasks } = sandbox;
+        let Sandbox { birth, listener, oom_adj, spill, cgroup2, groups } = sandbox;
         unsafe {
             // freed memory goes back to the kernel, not to a pool of our own
             libc::mallopt(libc::M_MMAP_THRESHOLD, 64 * 1024);
@@ -114,7 +114,7 @@ impl Aether {
         let epoll = Epoll::new()?;
         epoll.watch(listener.0, libc::EPOLLIN, token::make(token::LISTENER, 0))?;
         epoll.watch(signals.0, libc::EPOLLIN, token::make(token::SIGNAL, 0))?;
-        let setting = spawn::Setting::new(oom_adj, cgroup2, cgroup_tasks);
+        let setting = spawn::Setting::new(oom_adj, cgroup2, groups);
         let chronus = Chronus::new(Box::leak(Box::new(birth)), setting, spill);
         let scratch = Scratch::new(log::MAX_RECORD + 8)?;
         let conns = Vec::new();

@@ -38,13 +38,14 @@ pub fn open(dir: i32, path: &CStr, flags: i32, mode: u32, resolve: u64) -> Resul
     how.mode = if flags & (libc::O_CREAT | libc::O_TMPFILE) & !libc::O_DIRECTORY != 0 { mode.into() } else { 0 };
     how.resolve = resolve;
     let size = std::mem::size_of_val(&how);
-    loop {
+    for _ in 0..64 {
         match check(unsafe { libc::syscall(libc::SYS_openat2, dir, path.as_ptr(), &how, size) }) {
             Ok(fd) => return Ok(Fd(fd as i32)),
             Err(libc::EAGAIN) => {} // a rename raced the look-up; the kernel asks to try again
             Err(error) => return Err(error),
         }
     }
+    Err(libc::EAGAIN)
 }
 
 pub fn fstat(fd: i32) -> Result<libc::stat> {

@@ -4,6 +4,7 @@ use super::fault::{describe, Fault};
 use super::os::{self, check, errno, Errno, Fd};
 use super::users::{self, User};
 use crate::birth::Birth;
+use crate::inside::groups::Groups;
 use crate::inside::seccomp;
 use crate::msgpack::Value;
 use std::collections::BTreeMap;
@@ -166,7 +167,7 @@ fn environment<'a>(params: Value<'a>, birth: &'a Birth, user: &'a User) -> Resul
 pub struct Setting {
     pub oom_adj: i32,
     pub cgroup2: i32,
-    pub tasks: Vec<i32>,
+    pub groups: Groups,
     files: libc::rlimit,
     schedule: SchedAttr,
 }
@@ -187,7 +188,7 @@ struct SchedAttr {
 
 impl Setting {
     /// Also raises aether's own limit of open files to what it may have; commands get the former one back.
-    pub fn new(oom_adj: i32, cgroup2: i32, tasks: Vec<i32>) -> Setting {
+    pub fn new(oom_adj: i32, cgroup2: i32, groups: Groups) -> Setting {
         let mut files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         let mut schedule = SchedAttr::default();
         unsafe {
@@ -196,7 +197,7 @@ impl Setting {
             libc::syscall(libc::SYS_sched_getattr, 0, &mut schedule, std::mem::size_of::<SchedAttr>(), 0);
         }
         schedule.runtime = 0;
-        Setting { oom_adj, cgroup2, tasks, files, schedule }
+        Setting { oom_adj, cgroup2, groups, files, schedule }
     }
 
     /// Commands start as the kernel's first choice when memory runs out; aether itself must not be.
@@ -231,8 +232,9 @@ pub fn remove_group(cgroup2: i32, number: u32) -> bool {
     cgroup2 < 0 || !matches!(removed, Err(libc::EBUSY))
 }
 
-/// Kills everything that descends from a command, whatever sessions and parents it made for itself.
-pub fn kill_tree(cgroup2: i32, number: u32, group: i32) {
+/// Kills everything that descends from a command, whatever sessions and parents it made for itself. `main` is the pid of
+/// its main process as long as that is ours: it names the process group where there are no control groups.
+pub fn kill_tree(cgroup2: i32, number: u32, main: Option<i32>) {
     if cgroup2 >= 0 {
         let path = group_path(number, "/cgroup.kill");
         let file = os::open(cgroup2, c_path(&path), libc::O_WRONLY, 0, 0);
@@ -240,7 +242,9 @@ pub fn kill_tree(cgroup2: i32, number: u32, group: i32) {
             return;
         }
     }
-    unsafe { libc::kill(-group, libc::SIGKILL) };
+    if let Some(main) = main {
+        unsafe { libc::kill(-main, libc::SIGKILL) };
+    }
 }
 
 /// Descriptors of a new command: its ends, which aether closes after the start.
@@ -381,7 +385,7 @@ impl Child<'_> {
 
     /// Into the sandbox's memory, CPU and pids groups, where aether itself is not.
     unsafe fn join_limits(&self) {
-        for file in &self.setting.tasks {
+        for file in self.setting.groups.files() {
             self.must(Stage::Cgroup, unsafe { libc::write(*file, c"0\n".as_ptr().cast(), 2) } as i64);
         }
     }

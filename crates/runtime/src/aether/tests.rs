@@ -628,6 +628,12 @@ fn detached_written_to_and_signalled() {
     client.call("exec.signal", id().with("signal", Pack::default().uint(10)).into()).value();
     let end = client.call("exec.attach", id().into());
     assert_eq!((end.code(), &end.streams[1][..]), (6, &b"hello\ncaught\n"[..]));
+    client.call("exec.signal", id().with("signal", Pack::default().uint(15)).into()).value();
+    client.call("exec.signal", id().with("signal", Pack::default().uint(9)).into()).value();
+    assert_eq!(
+        client.call("exec.signal", id().with("signal", Pack::default().uint(65)).into()).fault().0,
+        "invalid_request"
+    );
 }
 
 #[test]

@@ -32,8 +32,8 @@ pub fn open_to_list(dir: i32, name: &CStr, resolve: u64) -> os::Result<Fd> {
     os::open(dir, name, flags, 0, resolve)
 }
 
-/// Calls `each` with name and d_type of the next entries of a directory. False: there were none.
-fn read_names(dir: i32, mut each: impl FnMut(&CStr, u8)) -> os::Result<bool> {
+/// Calls `each` with the names of the next entries of a directory. False: there were none.
+fn read_names(dir: i32, mut each: impl FnMut(&CStr)) -> os::Result<bool> {
     let mut buffer = Vec::<u8>::with_capacity(BATCH);
     let size = check(unsafe { libc::syscall(libc::SYS_getdents64, dir, buffer.as_mut_ptr(), BATCH) })? as usize;
     // SAFETY: the kernel wrote `size` bytes, at most the capacity.
@@ -42,10 +42,9 @@ fn read_names(dir: i32, mut each: impl FnMut(&CStr, u8)) -> os::Result<bool> {
     while let Some((head, _)) = rest.split_at_checked(19) {
         let length = usize::from(u16::from_ne_bytes([head[16], head[17]]));
         let Some((entry, behind)) = rest.split_at_checked(length) else { break };
-        if let Ok(name) = CStr::from_bytes_until_nul(&entry[19..]) {
-            if name != c"." && name != c".." {
-                each(name, head[18]);
-            }
+        let name = entry.get(19..).and_then(|name| CStr::from_bytes_until_nul(name).ok());
+        if let Some(name) = name.filter(|name| *name != c"." && *name != c"..") {
+            each(name);
         }
         rest = behind;
     }
@@ -162,7 +161,7 @@ impl Level {
     fn fill(&mut self) -> os::Result<usize> {
         let (names, starts) = (&mut self.names, &mut self.starts);
         let before = names.len();
-        let more = read_names(self.dir.0, |name, _| {
+        let more = read_names(self.dir.0, |name| {
             starts.push(names.len() as u32);
             names.extend_from_slice(name.to_bytes_with_nul());
         })?;
@@ -294,7 +293,7 @@ impl Remove {
         unsafe { libc::lseek(dir, 0, libc::SEEK_SET) };
         let (mut below, mut failure, mut found) = (None, None, false);
         let unlink = |name: &CStr, flag| check(unsafe { libc::unlinkat(dir, name.as_ptr(), flag) });
-        let read = read_names(dir, |name, _| {
+        let read = read_names(dir, |name| {
             found = true;
             if below.is_some() || failure.is_some() {
                 return;
