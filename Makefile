@@ -38,9 +38,7 @@ format: setup
 	cargo fmt
 
 bench: base
-	.venv/bin/dsec bench density $(BENCH_ARGS)
-	.venv/bin/dsec bench create $(BENCH_ARGS)
-	.venv/bin/dsec bench exec $(BENCH_ARGS)
+	.venv/bin/dsec bench density create exec $(BENCH_ARGS)
 
 openapi: setup
 	$(PY) -m dsec.apiserver.openapi > docs/openapi.json

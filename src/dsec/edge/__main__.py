@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import suppress
 
 import structlog
@@ -16,6 +17,7 @@ import uvloop
 
 from dsec.backends.container import ContainerBackend
 from dsec.backends.launcher import LauncherClient, LauncherFailed
+from dsec.backends.probe import probe_all
 from dsec.backends.runtime import runtime_path
 from dsec.layers import LayerStore
 from dsec.protocol.errors import Fault
@@ -70,6 +72,7 @@ class Edge:
         await server.listen_unix(self._config.run / "edge.sock")
         ttls = asyncio.create_task(self._lifecycle.watch_ttls())
         _say_ready(self._config.ready, "ok")
+        self._in_background(self._probe(service))
         gc.freeze()
         await self._stopping.wait()
         _log.info("stopping")
@@ -106,9 +109,16 @@ class Edge:
     def _launcher_lost(self, why: str) -> None:
         if not self._stopping.is_set():
             _log.error("launcher lost", why=why)
-            task = asyncio.get_running_loop().create_task(self._restart_launcher(why))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._in_background(self._restart_launcher(why))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, service: Service) -> None:
+        """What this machine can do takes half a second to find out; nobody waits for it to start."""
+        service.features = await asyncio.to_thread(probe_all, (), self._config.state)
 
     async def _restart_launcher(self, why: str) -> None:
         """A new launcher removes what the dead one had; its sandboxes end by name."""

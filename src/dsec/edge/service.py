@@ -95,7 +95,7 @@ class Service:
         self._epoch = epoch
         self._version = version
         self._mirrors = mirrors
-        self._features = features
+        self.features: tuple[Capability, ...] = ()  # set when the probes are through
         self._started = time.time()
         self._relay = Relay(lifecycle)
 
@@ -267,7 +267,7 @@ class Service:
             disk_free=launcher.uppers.free,
             created_total=self._lifecycle.created_total,
             failed_total=self._lifecycle.failed_total,
-            features=self._features,
+            features=self.features,
         )
 
     # -- layers --
