@@ -35,7 +35,7 @@ class Bar:
         self._update(1)
 
     def _update(self, advance: int) -> None:
-        news = f"[green]{self._ones} x 1[/]  [yellow]{self._zeros} x 0[/]  {self._running} running"
+        news = f"{self._running} running  [green]{self._ones} ones[/]  [yellow]{self._zeros} zeros[/]"
         if self._invalid:
             news += f"  [red]{self._invalid} invalid[/]"
         self._progress.update(self._task, advance=advance, news=news)
