@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec.protocol.errors import Fault
 from tests.runtime.conftest import Start, alive
 from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
 
@@ -191,6 +192,42 @@ def test_sandboxes_outlive_the_launcher_and_are_adopted(start: Start) -> None:
     assert Path(f"/proc/{fresh}/uid_map").read_text() != Path(f"/proc/{kept}/uid_map").read_text()
     second.call("stop", sandbox="sb-kept")
     assert not alive(kept)
+
+
+async def test_groups_are_made_for_the_first_command(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    if launcher.call("status")["cgroup"] == "v2":
+        pytest.skip("cgroup v2 has one group for all")
+    assert launcher.call("usage", sandbox="sb-a")["usage"]["memory"] == 0
+    before = set(Path("/sys/fs/cgroup/memory/dsec-rttest").glob("s*"))
+    assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
+    [made] = set(Path("/sys/fs/cgroup/memory/dsec-rttest").glob("s*")) - before
+    assert (made / "memory.limit_in_bytes").read_text().strip() == str(256 * MIB)
+    assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
+
+
+async def test_commands_run_when_launcher_and_edge_are_gone(start: Start) -> None:
+    first = start()
+    first.create("sb-used")
+    first.create("sb-idle")
+    assert (await attack(first, "sb-used", "cat", "/hidden")) == "of the base"
+    first.close()
+    for sandbox in ("sb-used", "sb-idle"):
+        assert (await attack(first, sandbox, "cat", "/hidden")) == "of the base"
+    second = start()
+    assert (await attack(second, "sb-idle", "cat", "/hidden")) == "of the base"
+    assert second.call("usage", sandbox="sb-idle")["usage"]["memory_peak"] > 0
+
+
+async def test_without_a_launcher_a_first_command_fails_by_name(start: Start) -> None:
+    first = start()
+    if first.call("status")["cgroup"] == "v2":
+        pytest.skip("cgroup v2 needs no answer of the launcher")
+    first.create("sb-a")
+    first.process.kill()
+    first.process.wait()
+    with pytest.raises(Fault, match="the launcher is gone"):
+        await attack(first, "sb-a", "cat", "/hidden")
 
 
 def test_a_killed_launcher_leaves_only_sandboxes(start: Start, place: Path) -> None:

@@ -6,12 +6,18 @@
 //! 2. One `Birth` (msgpack map) with all descriptors. `inside::enter` builds the root, drops privilege and answers with one
 //!    `BirthReply`.
 
+use crate::inside::groups::Groups;
 use serde::{Deserialize, Serialize};
 
 /// The whole of the first answer.
 pub const PREPARED: &[u8] = b"prepared";
 
-/// Descriptors come in the ancillary data of the message: the fixed ones, then `layers` mounts, then `cgroup_tasks` files.
+/// What PID 1 asks over descriptor 3 when its first command is about to start, where commands are limited by cgroup v1: the
+/// launcher makes the groups then (thousands of idle sandboxes should not pay for them) and answers with the same word and
+/// the descriptors of their `tasks` files, or with an error as text. It sends them unasked when it has to leave.
+pub const GROUPS: &[u8] = b"groups";
+
+/// Descriptors come in the ancillary data of the message: the fixed ones, then `layers` mounts.
 #[derive(Serialize, Deserialize, Debug)]
 pub struct Birth {
     /// Sandbox id, also the default host name.
@@ -21,8 +27,8 @@ pub struct Birth {
     pub incarnation: u64,
     /// Number of id-mapped layer mounts, uppermost layer LAST (base first).
     pub layers: u32,
-    /// Number of v1 `tasks` files that a command writes "0" to before it executes; see `cgroup.rs`.
-    pub cgroup_tasks: u32,
+    /// Whether `GROUPS` must be asked for.
+    pub has_v1_groups: bool,
     /// Whether `FD_CGROUP2` is there (false: no cgroup v2 tree on this machine, the descriptor is of /dev/null).
     pub has_cgroup2: bool,
     /// Default user of commands (name or numeric id), default environment and working directory ("": /).
@@ -60,5 +66,5 @@ pub struct Sandbox {
     pub oom_adj: i32,
     pub spill: i32,
     pub cgroup2: i32,
-    pub cgroup_tasks: Vec<i32>,
+    pub groups: Groups,
 }

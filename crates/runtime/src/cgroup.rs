@@ -60,8 +60,6 @@ pub struct Group {
     pub birth: Option<OwnedFd>,
     /// The v2 group under which aether makes one for each command.
     pub commands: Option<OwnedFd>,
-    /// v1 `tasks` files, open for writing.
-    pub tasks: Vec<OwnedFd>,
 }
 
 pub struct Cgroups {
@@ -144,16 +142,29 @@ impl Cgroups {
         }
     }
 
-    /// Makes the groups of a slot; `root` is the host's id of the sandbox's root, to whom the v2 tree is delegated.
+    /// Whether commands are limited by groups that `make_v1` makes.
+    pub fn has_v1(&self) -> bool {
+        !self.v1.is_empty()
+    }
+
+    /// Makes the v1 groups of a slot, with limits; their `tasks` files, open for writing.
+    pub fn make_v1(&self, slot: u32, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
+        let name = group(slot);
+        let at = || format!("create groups {name}");
+        let mut tasks = Vec::with_capacity(self.v1.len());
+        for parent in &self.v1 {
+            ignore_existing(sys::mkdirat(parent.as_raw_fd(), &c(name.as_str()), 0o755)).at(STAGE, at)?;
+            tasks.push(sys::openat(parent.as_raw_fd(), &c(format!("{name}/tasks")), libc::O_WRONLY, 0).at(STAGE, at)?);
+        }
+        self.set_v1_limits(&name, limits)?;
+        Ok(tasks)
+    }
+
+    /// Makes the v2 groups of a slot; `root` is the host's id of the sandbox's root, to whom the v2 tree is delegated.
     pub fn make(&self, slot: u32, root: u32) -> Result<Group, Failure> {
         let name = group(slot);
         let at = || format!("create groups {name}");
-        let mut made = Group { birth: None, commands: None, tasks: Vec::new() };
-        for parent in &self.v1 {
-            ignore_existing(sys::mkdirat(parent.as_raw_fd(), &c(name.as_str()), 0o755)).at(STAGE, at)?;
-            let tasks = sys::openat(parent.as_raw_fd(), &c(format!("{name}/tasks")), libc::O_WRONLY, 0);
-            made.tasks.push(tasks.at(STAGE, at)?);
-        }
+        let mut made = Group { birth: None, commands: None };
         if let Some(unified) = &self.unified {
             let parent = unified.as_raw_fd();
             let mut directories = vec![name.clone()];
@@ -185,20 +196,18 @@ impl Cgroups {
         enable_controllers(unified.as_raw_fd(), &name)
     }
 
+    /// Writes the limits of a slot's v2 groups (those of v1 are written when they are made).
     pub fn set_limits(&self, slot: u32, limits: &Limits) -> Result<(), Failure> {
-        let name = group(slot);
-        let set = |parent: &OwnedFd, file: String, value: String| {
-            let at = || format!("write {value} to {file}");
-            sys::write_file(parent.as_raw_fd(), &c(file.as_str()), value.as_bytes()).at(STAGE, at)
-        };
-        if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
-            let file = |file: &str| format!("{name}/cmds/{file}");
-            set(unified, file("memory.max"), limits.memory.to_string())?;
-            let _ = set(unified, file("memory.swap.max"), "0".into()); // not there without swap accounting
-            set(unified, file("cpu.max"), format!("{} {PERIOD_US}", limits.cpu_quota))?;
-            return set(unified, file("pids.max"), limits.pids.to_string());
-        }
-        self.set_v1_memory(&name, limits.memory)?;
+        let (Kind::V2, Some(unified)) = (self.kind, &self.unified) else { return Ok(()) };
+        let file = |file: &str| format!("{}/cmds/{file}", group(slot));
+        set(unified, file("memory.max"), limits.memory.to_string())?;
+        let _ = set(unified, file("memory.swap.max"), "0".into()); // not there without swap accounting
+        set(unified, file("cpu.max"), format!("{} {PERIOD_US}", limits.cpu_quota))?;
+        set(unified, file("pids.max"), limits.pids.to_string())
+    }
+
+    fn set_v1_limits(&self, name: &str, limits: &Limits) -> Result<(), Failure> {
+        self.set_v1_memory(name, limits.memory)?;
         set(&self.v1[1], format!("{name}/cpu.cfs_quota_us"), limits.cpu_quota.to_string())?;
         set(&self.v1[2], format!("{name}/pids.max"), limits.pids.to_string())
     }
@@ -217,44 +226,57 @@ impl Cgroups {
         write("memory.limit_in_bytes").at(STAGE, at)
     }
 
+    /// Before the first command there is nothing to count; what the kernel does not tell is -1.
     pub fn usage(&self, slot: u32) -> Usage {
         let name = group(slot);
         let text = |parent: Option<&OwnedFd>, file: &str| {
-            parent.and_then(|p| sys::read_file(p.as_raw_fd(), &c(format!("{name}/{file}"))).ok()).unwrap_or_default()
+            parent.map(|p| sys::read_file(p.as_raw_fd(), &c(format!("{name}/{file}"))))
         };
-        let number = |text: String| text.trim().parse().unwrap_or(-1);
-        let unified = self.unified.as_ref();
-        let cpu = field(&text(unified, "cpu.stat"), "usage_usec");
-        let mut usage =
-            Usage { memory: -1, memory_peak: -1, cpu_ns: -1, pids: -1, disk: -1, oom_kills: -1, pids_hits: -1 };
-        usage.cpu_ns = if cpu < 0 { -1 } else { cpu * 1000 };
-        let (memory, pids) = match self.kind {
-            Kind::V2 => (unified, unified),
-            _ => (self.v1.first(), self.v1.get(2)),
+        let files = match self.kind {
+            Kind::V2 => [
+                "cmds/memory.current",
+                "cmds/memory.peak",
+                "cmds/memory.events",
+                "cmds/pids.current",
+                "cmds/pids.events",
+            ],
+            _ => [
+                "memory.usage_in_bytes",
+                "memory.max_usage_in_bytes",
+                "memory.oom_control",
+                "pids.current",
+                "pids.events",
+            ],
         };
-        if self.kind == Kind::V2 {
-            usage.memory = number(text(memory, "cmds/memory.current"));
-            usage.memory_peak = number(text(memory, "cmds/memory.peak"));
-            usage.oom_kills = field(&text(memory, "cmds/memory.events"), "oom_kill");
-            usage.pids = number(text(pids, "cmds/pids.current"));
-            usage.pids_hits = field(&text(pids, "cmds/pids.events"), "max");
-        } else {
-            usage.memory = number(text(memory, "memory.usage_in_bytes"));
-            usage.memory_peak = number(text(memory, "memory.max_usage_in_bytes"));
-            usage.oom_kills = field(&text(memory, "memory.oom_control"), "oom_kill");
-            usage.pids = number(text(pids, "pids.current"));
-            usage.pids_hits = field(&text(pids, "pids.events"), "max");
+        let (memory, pids) = self.counters();
+        let unused = self.has_v1() && !memory.is_some_and(|m| exists(m, &name));
+        let value = |parent, file, word: Option<&str>| match text(parent, file) {
+            Some(Ok(text)) => word.map_or_else(|| text.trim().parse().unwrap_or(-1), |word| field(&text, word)),
+            _ if unused => 0,
+            _ => -1,
+        };
+        let cpu = text(self.unified.as_ref(), "cpu.stat").and_then(Result::ok).map_or(-1, |t| field(&t, "usage_usec"));
+        Usage {
+            memory: value(memory, files[0], None),
+            memory_peak: value(memory, files[1], None),
+            cpu_ns: if cpu < 0 { -1 } else { cpu * 1000 },
+            pids: value(pids, files[3], None),
+            disk: -1,
+            oom_kills: value(memory, files[2], Some("oom_kill")),
+            pids_hits: value(pids, files[4], Some("max")),
         }
-        usage
+    }
+
+    /// The hierarchies that have memory and pids.
+    fn counters(&self) -> (Option<&OwnedFd>, Option<&OwnedFd>) {
+        match self.kind {
+            Kind::V2 => (self.unified.as_ref(), self.unified.as_ref()),
+            _ => (self.v1.first(), self.v1.get(2)),
+        }
     }
 
     pub fn oom_kills(&self, slot: u32) -> i64 {
-        let (parent, file) = match self.kind {
-            Kind::V2 => (self.unified.as_ref(), "cmds/memory.events"),
-            _ => (self.v1.first(), "memory.oom_control"),
-        };
-        let path = c(format!("{}/{file}", group(slot)));
-        parent.and_then(|p| sys::read_file(p.as_raw_fd(), &path).ok()).map_or(-1, |text| field(&text, "oom_kill"))
+        self.usage(slot).oom_kills
     }
 
     /// Removes a slot's groups; `false` when the kernel has not finished with them yet (ask again).
@@ -385,6 +407,11 @@ fn enable_controllers(dir: i32, path: &str) -> Result<(), Failure> {
     written.at(STAGE, || format!("enable memory, cpu and pids in {path}"))
 }
 
+fn set(parent: &OwnedFd, file: String, value: String) -> Result<(), Failure> {
+    let at = || format!("write {value} to {file}");
+    sys::write_file(parent.as_raw_fd(), &c(file.as_str()), value.as_bytes()).at(STAGE, at)
+}
+
 fn ignore_existing(result: sys::Result<()>) -> sys::Result<()> {
     if result == Err(Errno(libc::EEXIST)) {
         Ok(())
@@ -397,6 +424,10 @@ fn ignore_existing(result: sys::Result<()>) -> sys::Result<()> {
 fn field(text: &str, word: &str) -> i64 {
     let value = text.lines().find_map(|line| line.strip_prefix(word)?.strip_prefix(' ')?.trim().parse().ok());
     value.unwrap_or(-1)
+}
+
+fn exists(parent: &OwnedFd, name: &str) -> bool {
+    unsafe { crate::sys!(SYS_faccessat, parent.as_raw_fd(), c(name).as_ptr(), libc::F_OK) }.is_ok()
 }
 
 fn children(parent: &OwnedFd, name: &str) -> sys::Result<Vec<String>> {

@@ -48,7 +48,14 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
             0 => {
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 libc::close(tell);
-                serve(Sandbox { birth, listener, oom_adj: -1, spill, cgroup2, cgroup_tasks: Vec::new() })
+                serve(Sandbox {
+                    birth,
+                    listener,
+                    oom_adj: -1,
+                    spill,
+                    cgroup2,
+                    groups: crate::inside::groups::Groups::new(None),
+                })
             }
             child => {
                 os::write_all(tell, &child.to_le_bytes()).expect("tell");
@@ -73,7 +80,7 @@ impl Inside {
             hostname: "test".into(),
             incarnation: 7,
             layers: 0,
-            cgroup_tasks: 0,
+            has_v1_groups: false,
             has_cgroup2: cgroup.is_some(),
             init_user: "root".into(),
             env: vec![("FROM_BIRTH".into(), "yes".into())],
@@ -817,15 +824,16 @@ fn file_errors_have_kinds() {
     assert_eq!(client.call("fs.read", path(&inside.path("file")).into()).streams[0], b"x", "and root again");
 }
 
-/// Concatenated msgpack maps, told apart by trying lengths: small lists only.
+/// Path, kind and target of each record of a list.
 fn infos(mut bytes: &[u8]) -> Vec<(Vec<u8>, String, Option<Vec<u8>>)> {
     let mut found = Vec::new();
-    while !bytes.is_empty() {
-        let (value, size) = (1..=bytes.len()).find_map(|n| Some((Value::check(&bytes[..n])?, n))).expect("a map");
+    while let Some((size, rest)) = bytes.split_first_chunk() {
+        let (record, rest) = rest.split_at(u32::from_le_bytes(*size) as usize);
+        let value = Value::check(record).expect("a map");
         let field = |key| value.get(key).and_then(Value::bytes);
         let kind = value.get("kind").and_then(Value::str).expect("kind").to_owned();
         found.push((field("path").expect("path").to_vec(), kind, field("target").map(<[u8]>::to_vec)));
-        bytes = &bytes[size..];
+        bytes = rest;
     }
     found
 }

@@ -217,6 +217,12 @@ impl Job for Streamed {
     }
 }
 
+/// A record of a stream of records: its length, u32, before it.
+fn put_record(out: &mut Vec<u8>, record: &[u8]) {
+    out.extend_from_slice(&(record.len() as u32).to_le_bytes());
+    out.extend_from_slice(record);
+}
+
 /// `FileInfo` of what is in a directory, down to some depth.
 pub struct List {
     walk: Walk,
@@ -250,7 +256,7 @@ impl Source for List {
                 _ => None,
             };
             let path = [&self.base[..], &entry.path].concat();
-            *out = pack_info(Pack(std::mem::take(out)), &path, &entry.stat, target.as_deref()).0;
+            put_record(out, &pack_info(Pack::default(), &path, &entry.stat, target.as_deref()).0);
             self.count += 1;
             if kind(&entry.stat) == libc::S_IFDIR && self.walk.depth() < self.depth {
                 self.walk.descend(&entry.name)?;

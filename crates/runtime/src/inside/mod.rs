@@ -3,11 +3,13 @@
 //! It starts as a copy of the zygote (`launcher::zygote`) on the launcher's private root (`launcher::root`), with every
 //! capability in a user namespace of its own, and ends in the sandbox's root with the few that aether needs.
 
+pub mod groups;
 mod network;
 mod root;
 pub mod seccomp;
 
 use crate::birth::{Birth, BirthReply, Sandbox, FD_CGROUP2, FD_LISTENER, FD_OOM_ADJ, FD_SPILL, FIXED_FDS, PREPARED};
+use crate::inside::groups::Groups;
 use crate::sys::{self, now_us, process, socket, At, Failure};
 use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
 
@@ -35,8 +37,11 @@ pub fn enter(filter: &seccomp::Compiled) -> Sandbox {
     match become_sandbox(&buffer[..length], fds, &upper, filter, &mut clock) {
         Ok(sandbox) => {
             reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
-            let _ = unsafe { crate::sys!(SYS_close, CONTROL) };
-            sandbox
+            if sandbox.birth.has_v1_groups {
+                sandbox
+            } else {
+                Sandbox { groups: Groups::new(None), ..sandbox }
+            }
         }
         Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
     }
@@ -116,7 +121,7 @@ fn become_sandbox(
     let birth: Birth = rmp_serde::from_slice(message)
         .map_err(|e| Failure::new("message", format!("decode birth: {e}"), libc::EPROTO))?;
     let layers = birth.layers as usize;
-    if fds.len() != FIXED_FDS + layers + birth.cgroup_tasks as usize {
+    if fds.len() != FIXED_FDS + layers {
         return Err(Failure::new("message", format!("{} descriptors came with the birth", fds.len()), libc::EPROTO));
     }
     clock.stage("decode");
@@ -128,17 +133,15 @@ fn become_sandbox(
     clock.stage("pivot");
     drop_privileges(&birth.hostname, filter)?;
     clock.stage("privileges");
-    let mut raw: Vec<RawFd> = Vec::with_capacity(fds.len());
-    for (index, fd) in fds.into_iter().enumerate() {
-        let is_layer = (FIXED_FDS..FIXED_FDS + layers).contains(&index);
-        raw.push(if is_layer { -1 } else { fd.into_raw_fd() });
-    }
+    let fixed: Vec<RawFd> = fds.into_iter().take(FIXED_FDS).map(IntoRawFd::into_raw_fd).collect();
+    // Dropped, and so closed, at the end of `enter` where the launcher is not needed any more.
+    let launcher = sys::own(CONTROL as usize);
     Ok(Sandbox {
-        listener: raw[FD_LISTENER],
-        oom_adj: raw[FD_OOM_ADJ],
-        spill: raw[FD_SPILL],
-        cgroup2: if birth.has_cgroup2 { raw[FD_CGROUP2] } else { -1 },
-        cgroup_tasks: raw.split_off(FIXED_FDS + layers),
+        listener: fixed[FD_LISTENER],
+        oom_adj: fixed[FD_OOM_ADJ],
+        spill: fixed[FD_SPILL],
+        cgroup2: if birth.has_cgroup2 { fixed[FD_CGROUP2] } else { -1 },
+        groups: Groups::new(Some(launcher)),
         birth,
     })
 }

@@ -4,7 +4,7 @@ use super::poller::Token;
 use super::slot::Begun;
 use super::wire::Reply;
 use super::{log, Entering, Launcher, Phase, Tenant, CREATE_DEADLINE_US};
-use crate::birth::{BirthReply, PREPARED};
+use crate::birth::{BirthReply, GROUPS, PREPARED};
 use crate::sys::{now_us, process, socket, At, Errno, Failure};
 use std::os::fd::AsRawFd;
 
@@ -80,6 +80,9 @@ impl Launcher {
     pub fn pid1_answered(&mut self, number: u32) {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         let Some(control) = &tenant.slot.control else { return };
+        if matches!(tenant.phase, Phase::Live) {
+            return self.sandbox_asked(number);
+        }
         let mut buffer = [0; 4096];
         let answer = match socket::receive(control.as_raw_fd(), &mut buffer, libc::MSG_DONTWAIT) {
             Err(Errno(libc::EAGAIN | libc::EINTR)) => return,
@@ -106,6 +109,21 @@ impl Launcher {
         self.fail_birth(number, &reply.stage, reply.error, reply.errno);
     }
 
+    /// A sandbox may ask for one thing, once. It is hostile by now: anything else closes its socket.
+    fn sandbox_asked(&mut self, number: u32) {
+        let Some(Tenant { slot, .. }) = self.tenants.get_mut(&number) else { return };
+        let Some(control) = &slot.control else { return };
+        let mut buffer = [0; GROUPS.len()];
+        let asked = socket::receive(control.as_raw_fd(), &mut buffer, libc::MSG_DONTWAIT);
+        if !matches!(&asked, Ok((length, fds)) if buffer[..*length] == *GROUPS && fds.is_empty()) {
+            slot.control = None;
+            return;
+        }
+        if let Err(failure) = slot.give_groups(&self.tools) {
+            log(&failure);
+        }
+    }
+
     fn slot_prepared(&mut self, number: u32) {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         self.preparing -= 1;
@@ -124,7 +142,9 @@ impl Launcher {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         let Phase::Entering(entering) = std::mem::replace(&mut tenant.phase, Phase::Live) else { return };
         self.entering -= 1;
-        tenant.slot.control = None;
+        if !self.tools.cgroups.has_v1() {
+            tenant.slot.control = None; // nothing more to say
+        }
         let now = now_us();
         let Entering { request, received_us, sent_us } = entering;
         let mut answer = Reply::ok(request);

@@ -3,7 +3,7 @@
 use super::ids::{root_of, RANGE};
 use super::uppers::{Upper, Uppers};
 use super::zygote::{Newborn, Zygote};
-use crate::birth::{Birth, FIXED_FDS};
+use crate::birth::{Birth, FIXED_FDS, GROUPS};
 use crate::cgroup::{Cgroups, Group, Limits};
 use crate::sys::{mount, socket, At, Failure};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -31,7 +31,6 @@ struct Kit {
     listener: OwnedFd,
     oom_adj: OwnedFd,
     commands: Option<OwnedFd>,
-    tasks: Vec<OwnedFd>,
 }
 
 pub struct Slot {
@@ -85,8 +84,7 @@ impl Begun {
         let name = format!("{SOCKET_PREFIX}{number}.{pid}.{start}");
         // What fails here shows when the slot is used, or by the answer of PID 1 that never comes.
         let listener = socket::listen(&name).at("socket", || format!("bind {name}"));
-        let kit =
-            listener.map(|listener| Kit { userns, listener, oom_adj, commands: group.commands, tasks: group.tasks });
+        let kit = listener.map(|listener| Kit { userns, listener, oom_adj, commands: group.commands });
         let _ = socket::send(control.as_raw_fd(), Uppers::path(number).as_bytes(), &[]);
         let control = Some(control);
         let mut slot = Slot { number, pid, start, pidfd, upper, control, socket: name, promise: None, kit: Some(kit) };
@@ -134,13 +132,30 @@ impl Slot {
         }
         let spill = tools.uppers.open_spill()?;
         let commands = kit.commands.as_ref().unwrap_or(&tools.null);
-        let mut fds: Vec<RawFd> = Vec::with_capacity(FIXED_FDS + mapped.len() + kit.tasks.len());
+        let mut fds: Vec<RawFd> = Vec::with_capacity(FIXED_FDS + mapped.len());
         fds.extend([kit.listener.as_raw_fd(), kit.oom_adj.as_raw_fd(), spill.as_raw_fd(), commands.as_raw_fd()]);
-        fds.extend(mapped.iter().chain(&kit.tasks).map(AsRawFd::as_raw_fd));
-        let birth = Birth { cgroup_tasks: kit.tasks.len() as u32, has_cgroup2: kit.commands.is_some(), ..birth };
+        fds.extend(mapped.iter().map(AsRawFd::as_raw_fd));
+        let has_v1_groups = tools.cgroups.has_v1();
+        let birth = Birth { has_v1_groups, has_cgroup2: kit.commands.is_some(), ..birth };
         let message = rmp_serde::to_vec_named(&birth).unwrap_or_default();
         let control = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         socket::send(control, &message, &fds).at("birth", || "send to PID 1".into())
+    }
+    /// Makes the v1 groups and gives them to PID 1, which has asked, or may when we are gone.
+    pub fn give_groups(&mut self, tools: &Tools) -> Result<(), Failure> {
+        let (Some(control), Some(promise)) = (self.control.take(), self.promise) else { return Ok(()) };
+        let made = tools.cgroups.make_v1(self.number, &promise.limits);
+        let (answer, tasks) = match &made {
+            Ok(tasks) => (GROUPS, &tasks[..]),
+            Err(failure) => (failure.what.as_bytes(), &[][..]),
+        };
+        let fds: Vec<RawFd> = tasks.iter().map(AsRawFd::as_raw_fd).collect();
+        // It may have died: then nobody needs them, and they go with the slot.
+        let _ = socket::send_now(control.as_raw_fd(), answer, &fds);
+        if made.is_err() {
+            self.control = Some(control); // it may ask again
+        }
+        made.map(drop)
     }
 }
 

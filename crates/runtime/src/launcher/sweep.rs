@@ -108,7 +108,7 @@ impl Launcher {
             }
             if let Some(pidfd) = open_process(pid, start) {
                 let _ = process::send_signal(&pidfd, libc::SIGKILL);
-                process::wait_for_end(&pidfd, PATIENCE_US);
+                process::wait_readable(&pidfd, PATIENCE_US);
                 sweep.count("processes", 1);
             }
             let _ = sys::unlinkat(sockets, &c(name), 0);

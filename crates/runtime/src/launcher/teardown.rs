@@ -135,6 +135,12 @@ impl Launcher {
             }
             self.run_timers();
         }
+        for tenant in self.tenants.values_mut().filter(|t| matches!(t.phase, Phase::Live)) {
+            // Nobody will be there to be asked: the next launcher has no socket to this PID 1.
+            if let Err(failure) = tenant.slot.give_groups(&self.tools) {
+                log(&failure);
+            }
+        }
         self.tools.zygote.end();
         self.tools.cgroups.leave();
     }

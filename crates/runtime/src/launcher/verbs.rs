@@ -148,7 +148,7 @@ impl Launcher {
             sandbox: request.sandbox,
             incarnation: request.incarnation,
             layers: layers.len() as u32,
-            cgroup_tasks: 0,
+            has_v1_groups: false,
             has_cgroup2: false,
             init_user: request.init_user,
             env: request.env,

@@ -42,9 +42,9 @@ pub fn reap(pidfd: &OwnedFd) -> Result<Option<i32>> {
     Ok((pid != 0).then_some(if info.si_code == libc::CLD_EXITED { status << 8 } else { status & 0x7f }))
 }
 
-/// Waits up to so many microseconds for any process behind a pidfd to end.
-pub fn wait_for_end(pidfd: &OwnedFd, patience_us: u64) {
-    let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+/// Waits up to so many microseconds for a descriptor to be readable; a pidfd is when its process has ended.
+pub fn wait_readable(fd: &OwnedFd, patience_us: u64) {
+    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let patience = libc::timespec { tv_sec: (patience_us / 1_000_000) as i64, tv_nsec: 0 };
     let _ = unsafe { sys!(SYS_ppoll, &raw mut poll, 1, &raw const patience, 0, 8) };
 }

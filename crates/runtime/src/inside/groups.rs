@@ -1,0 +1,55 @@
+//! The cgroup v1 groups that commands run in, asked of the launcher when they are first needed.
+
+use crate::birth::GROUPS;
+use crate::sys::{process, socket, At, Errno, Failure};
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
+
+const STAGE: &str = "cgroup";
+/// The launcher may be at work on a burst of creations.
+const PATIENCE_US: u64 = 10_000_000;
+
+/// Files that a command writes "0" to before it executes; none where cgroup v2 does it all.
+#[derive(Debug)]
+pub struct Groups {
+    files: Vec<RawFd>,
+    /// Socket to the launcher, until it has answered.
+    launcher: Option<OwnedFd>,
+}
+
+impl Groups {
+    pub fn new(launcher: Option<OwnedFd>) -> Self {
+        Groups { files: Vec::new(), launcher }
+    }
+
+    /// Sees to it that `files` has them. Waits for the launcher, the first time.
+    pub fn fetch(&mut self) -> Result<(), Failure> {
+        let Some(launcher) = &self.launcher else { return Ok(()) };
+        let mut answer = [0; 512];
+        let early = socket::receive(launcher.as_raw_fd(), &mut answer, libc::MSG_DONTWAIT);
+        let (length, fds) = match early {
+            Ok((length, fds)) if length > 0 => (length, fds),
+            Err(Errno(libc::EAGAIN)) => ask(launcher, &mut answer)?,
+            _ => return Err(Failure::new(STAGE, "the launcher is gone", libc::EPIPE)),
+        };
+        if answer[..length] != *GROUPS {
+            return Err(Failure::new(STAGE, String::from_utf8_lossy(&answer[..length]), libc::EIO));
+        }
+        self.files = fds.into_iter().map(IntoRawFd::into_raw_fd).collect();
+        self.launcher = None;
+        Ok(())
+    }
+
+    pub fn files(&self) -> &[RawFd] {
+        &self.files
+    }
+}
+
+fn ask(launcher: &OwnedFd, answer: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Failure> {
+    let at = || "ask the launcher for groups".to_string();
+    socket::send(launcher.as_raw_fd(), GROUPS, &[]).at(STAGE, at)?;
+    process::wait_readable(launcher, PATIENCE_US);
+    match socket::receive(launcher.as_raw_fd(), answer, libc::MSG_DONTWAIT).at(STAGE, at)? {
+        (0, _) => Err(Failure::new(STAGE, "the launcher is gone", libc::EPIPE)),
+        received => Ok(received),
+    }
+}
