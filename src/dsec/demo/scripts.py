@@ -160,7 +160,7 @@ def edits(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
     """Replacements that turn old into new, one after the other, each of a text that stands exactly once at its turn."""
     for context in (2, 4, 8, 16, 32):
         pairs = list(_with_context(old, new, context))
-        if _each_unique("".join(old), pairs):
+        if _lead_to("".join(new), "".join(old), pairs):
             return pairs
     return [("".join(old), "".join(new))]
 
@@ -172,12 +172,13 @@ def _with_context(old: Sequence[str], new: Sequence[str], context: int) -> Itera
         yield "".join(old[i1:i2]), "".join(new[j1:j2])
 
 
-def _each_unique(text: str, pairs: Iterable[tuple[str, str]]) -> bool:
+def _lead_to(goal: str, text: str, pairs: Iterable[tuple[str, str]]) -> bool:
+    """Whether each text stands once at its turn, and the end is right: places may overlap, which a count does not see."""
     for before, after in pairs:
         if not before or text.count(before) != 1:
             return False
         text = text.replace(before, after)
-    return True
+    return text == goal
 
 
 def unified(change: FileFix) -> str:
