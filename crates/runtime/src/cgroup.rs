@@ -20,6 +20,9 @@ const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 /// Length of the period that CPU limits are counted in.
 const PERIOD_US: u64 = 100_000;
 
+/// First letter of the names of spare groups.
+const SPARE: char = 'g';
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     V1,
@@ -71,6 +74,15 @@ pub struct Cgroups {
     parent: String,
     /// v1 `tasks` files of the groups this process came from.
     origin: Vec<OwnedFd>,
+    spares: Vec<Spare>,
+    spares_made: u64,
+}
+
+/// v1 groups made ahead, called `g7` until a slot gets them.
+struct Spare {
+    name: String,
+    limits: Limits,
+    tasks: Vec<OwnedFd>,
 }
 
 fn group(slot: u32) -> String {
@@ -100,7 +112,9 @@ impl Cgroups {
             opened.push(make_and_open(&format!("{path}/{parent}"))?);
         }
         let unified = unified.and_then(|_| opened.pop());
-        let mut groups = Cgroups { kind, unified, v1: opened, parent, origin: Vec::new() };
+        let mut groups =
+            Cgroups { kind, unified, v1: opened, parent, origin: Vec::new(), spares: Vec::new(), spares_made: 0 };
+        groups.remove_spares();
         groups.settle(&v1)?;
         Ok(groups)
     }
@@ -132,6 +146,7 @@ impl Cgroups {
 
     /// Goes back where this process came from and removes what is empty: all, unless sandboxes live on.
     pub fn leave(&self) {
+        self.remove_spares();
         for tasks in &self.origin {
             let _ = sys::write(tasks.as_raw_fd(), b"0");
         }
@@ -147,17 +162,53 @@ impl Cgroups {
         !self.v1.is_empty()
     }
 
-    /// Makes the v1 groups of a slot, with limits; their `tasks` files, open for writing.
-    pub fn make_v1(&self, slot: u32, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
+    /// The v1 groups of a slot, with limits; their `tasks` files, open for writing. Takes spare ones if there are any.
+    pub fn make_v1(&mut self, slot: u32, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
         let name = group(slot);
+        let Some(spare) = self.spares.pop() else { return self.make_v1_groups(&name, limits) };
+        let (from, to) = (c(spare.name.as_str()), c(name.as_str()));
+        for parent in &self.v1 {
+            let fd = parent.as_raw_fd();
+            unsafe { crate::sys!(SYS_renameat, fd, from.as_ptr(), fd, to.as_ptr()) }
+                .at(STAGE, || format!("rename group {} to {name}", spare.name))?;
+        }
+        if spare.limits != *limits {
+            self.set_v1_limits(&name, limits)?;
+        }
+        Ok(spare.tasks)
+    }
+
+    fn make_v1_groups(&self, name: &str, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
         let at = || format!("create groups {name}");
         let mut tasks = Vec::with_capacity(self.v1.len());
         for parent in &self.v1 {
-            ignore_existing(sys::mkdirat(parent.as_raw_fd(), &c(name.as_str()), 0o755)).at(STAGE, at)?;
+            ignore_existing(sys::mkdirat(parent.as_raw_fd(), &c(name), 0o755)).at(STAGE, at)?;
             tasks.push(sys::openat(parent.as_raw_fd(), &c(format!("{name}/tasks")), libc::O_WRONLY, 0).at(STAGE, at)?);
         }
-        self.set_v1_limits(&name, limits)?;
+        self.set_v1_limits(name, limits)?;
         Ok(tasks)
+    }
+
+    pub fn spares(&self) -> usize {
+        self.spares.len()
+    }
+
+    /// Makes one set of spare groups, with the limits that are expected.
+    pub fn make_spare(&mut self, limits: &Limits) -> Result<(), Failure> {
+        let name = format!("{SPARE}{}", self.spares_made);
+        self.spares_made += 1;
+        let tasks = self.make_v1_groups(&name, limits)?;
+        self.spares.push(Spare { name, limits: *limits, tasks });
+        Ok(())
+    }
+
+    /// Spare groups are in nobody's name: those of a launcher that was killed go when the next one starts.
+    fn remove_spares(&self) {
+        for parent in &self.v1 {
+            for name in children(parent, ".").unwrap_or_default().iter().filter(|name| name.starts_with(SPARE)) {
+                let _ = remove_group(parent, name);
+            }
+        }
     }
 
     /// Makes the v2 groups of a slot; `root` is the host's id of the sandbox's root, to whom the v2 tree is delegated.

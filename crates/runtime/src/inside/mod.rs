@@ -11,6 +11,7 @@ pub mod seccomp;
 use crate::birth::{Birth, BirthReply, Sandbox, FD_CGROUP2, FD_LISTENER, FD_OOM_ADJ, FD_SPILL, FIXED_FDS, PREPARED};
 use crate::inside::groups::Groups;
 use crate::sys::{self, now_us, process, socket, At, Failure};
+use std::ffi::CString;
 use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
 
 /// The socket to the launcher.
@@ -21,9 +22,21 @@ const MAX_MESSAGE: usize = 128 * 1024;
 /// that commands can have.
 const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 10 | 1 << 18;
 
+/// What the zygote finds out once for all sandboxes.
+pub struct Ahead {
+    filter: seccomp::Compiled,
+    masked: Vec<CString>,
+}
+
+impl Ahead {
+    pub fn new() -> Self {
+        Ahead { filter: seccomp::compile(), masked: root::files_to_mask() }
+    }
+}
+
 /// Becomes a sandbox, or ends the process: with status 0 when the launcher has gone before it asked for one.
-pub fn enter(filter: &seccomp::Compiled) -> Sandbox {
-    let upper = match prepare() {
+pub fn enter(ahead: &Ahead) -> Sandbox {
+    let upper = match prepare(ahead) {
         Ok(Some(upper)) => upper,
         Ok(None) => std::process::exit(0),
         Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
@@ -34,7 +47,7 @@ pub fn enter(filter: &seccomp::Compiled) -> Sandbox {
         Ok(message) => message,
     };
     let mut clock = Clock { last: now_us(), us: Vec::new() };
-    match become_sandbox(&buffer[..length], fds, &upper, filter, &mut clock) {
+    match become_sandbox(&buffer[..length], fds, &upper, &ahead.filter, &mut clock) {
         Ok(sandbox) => {
             reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
             if sandbox.birth.has_v1_groups {
@@ -72,7 +85,7 @@ impl Clock {
 }
 
 /// Everything that does not depend on the sandbox. Returns the slot's upper directory; none when the launcher is gone.
-fn prepare() -> Result<Option<String>, Failure> {
+fn prepare(ahead: &Ahead) -> Result<Option<String>, Failure> {
     process::prctl(libc::PR_SET_NAME, c"aether".as_ptr() as u64).at("network", || "set own name".into())?;
     // Before the first message, since the launcher's work goes on meanwhile.
     network::make()?;
@@ -84,7 +97,7 @@ fn prepare() -> Result<Option<String>, Failure> {
     let upper = String::from_utf8_lossy(&path[..length]).into_owned();
     become_root()?;
     network::open_ports()?;
-    root::prepare(&upper)?;
+    root::prepare(&upper, &ahead.masked)?;
     let stage = "privileges";
     process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
     seccomp::forbid_new_privileges().at(stage, || "set no_new_privs".into())?;

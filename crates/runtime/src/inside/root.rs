@@ -4,9 +4,11 @@
 //! host shows in the mount table inside but the words of these paths.
 
 use crate::sys::mount::{attach, bind, make_read_only, mount, pivot_here, relocate};
-use crate::sys::{self, c, At, Errno, Failure, Result};
-use std::ffi::CStr;
+use crate::sys::{self, c, At, Errno, Failure};
+use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 
 /// Where things are put together before the sandbox is known.
 const PROC: &CStr = c"/p";
@@ -15,44 +17,50 @@ const ROOT: &CStr = c"/m";
 /// Where the launcher has the shared devices: a read-only mount, which binds of it inherit.
 const DEV_TEMPLATE: &CStr = c"/d";
 
-/// Files of /proc that tell about, or reach, the machine. Root inside is refused most of them by their mode already.
-const MASKED: [&CStr; 12] = [
-    c"/p/kcore",
-    c"/p/kpagecount",
-    c"/p/kpageflags",
-    c"/p/kpagecgroup",
-    c"/p/sysrq-trigger",
-    c"/p/timer_list",
-    c"/p/keys",
-    c"/p/key-users",
-    c"/p/kmsg",
-    c"/p/kallsyms",
-    c"/p/sched_debug",
-    c"/p/latency_stats",
+/// Files of /proc that tell about, or reach, the machine.
+const SENSITIVE: [&CStr; 16] = [
+    c"/proc/kcore",
+    c"/proc/kpagecount",
+    c"/proc/kpageflags",
+    c"/proc/kpagecgroup",
+    c"/proc/sysrq-trigger",
+    c"/proc/timer_list",
+    c"/proc/keys",
+    c"/proc/key-users",
+    c"/proc/kmsg",
+    c"/proc/kallsyms",
+    c"/proc/sched_debug",
+    c"/proc/latency_stats",
+    c"/proc/slabinfo",
+    c"/proc/vmallocinfo",
+    c"/proc/mtrr",
+    c"/proc/config.gz",
 ];
-/// Writable by an owner of the network or ipc namespace, that is by root inside.
-const READ_ONLY: [&CStr; 4] = [c"/p/sys", c"/p/irq", c"/p/bus", c"/p/fs"];
 
-fn unless_missing(result: Result<()>) -> Result<()> {
-    if result == Err(Errno(libc::ENOENT)) {
-        Ok(())
-    } else {
-        result
-    }
+/// Those of the sensitive files that must be covered: the ones whose mode lets others in. The rest are the host's root's
+/// alone, whom nobody inside can be. (Each cover is a mount to make and to keep, in every sandbox.)
+pub fn files_to_mask() -> Vec<CString> {
+    let open_to_others = |path: &&CStr| {
+        let metadata = std::fs::metadata(std::ffi::OsStr::from_bytes(path.to_bytes()));
+        metadata.is_ok_and(|m| m.mode() & 0o007 != 0 || m.uid() != 0)
+    };
+    let inside = |path: &CStr| [PROC.to_bytes(), path.to_bytes().strip_prefix(b"/proc").unwrap_or_default()].concat();
+    SENSITIVE.into_iter().filter(open_to_others).map(|path| c(inside(path))).collect()
 }
 
 /// Makes /proc and /dev aside; `upper` is the slot's directory on the uppers filesystem.
-pub fn prepare(upper: &str) -> std::result::Result<(), Failure> {
+pub fn prepare(upper: &str, masked: &[CString]) -> std::result::Result<(), Failure> {
     let stage = "root";
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(c"proc", PROC, c"proc", flags, None).at(stage, || "mount /proc".into())?;
-    for path in MASKED {
-        unless_missing(bind(c"/d/null", path)).at(stage, || format!("mask {path:?}"))?;
+    for path in masked {
+        bind(c"/d/null", path).at(stage, || format!("mask {path:?}"))?;
     }
-    for path in READ_ONLY {
-        let result = bind(path, path).and_then(|()| make_read_only(path, flags));
-        unless_missing(result).at(stage, || format!("make {path:?} read-only"))?;
-    }
+    // Much in it belongs to the owner of the network or ipc namespace, that is to root inside.
+    let sysctl = c"/p/sys";
+    bind(sysctl, sysctl)
+        .and_then(|()| make_read_only(sysctl, flags))
+        .at(stage, || "make /proc/sys read-only".into())?;
     bind(DEV_TEMPLATE, DEV).at(stage, || "bind /dev".into())?;
     bind(&c(format!("{upper}/s")), c"/e/shm").at(stage, || "bind /dev/shm".into())
 }

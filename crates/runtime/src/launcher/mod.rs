@@ -229,7 +229,8 @@ impl Launcher {
 
     /// How long there is nothing to do without an event.
     fn patience_ms(&self) -> i32 {
-        if self.wants_slot() && (self.entering == 0 || !self.queue.is_empty()) {
+        let leisure = self.entering == 0 && (self.wants_slot() || self.wants_spare());
+        if leisure || (self.wants_slot() && !self.queue.is_empty()) {
             return 0;
         }
         if !self.freezes.is_empty() || self.control.waits() {

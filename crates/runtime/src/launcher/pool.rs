@@ -17,11 +17,24 @@ impl Launcher {
         self.preparing < MAX_PREPARING && self.pool.len() + self.preparing < wanted && !self.refill_failed
     }
 
+    /// Spare v1 groups wait for first commands as slots wait for creations.
+    pub fn wants_spare(&self) -> bool {
+        let cgroups = &self.tools.cgroups;
+        cgroups.has_v1() && self.usual.is_some() && cgroups.spares() < self.pool_size && !self.refill_failed
+    }
+
     /// Makes at most one slot: at once when a creation waits for it, else only when nothing else is to do.
     pub fn refill(&mut self, idle: bool) {
         let urgent = self.queue.len() > self.preparing;
-        if self.wants_slot() && (urgent || (idle && self.entering == 0)) {
-            self.begin_slot();
+        let at_leisure = idle && self.entering == 0;
+        if self.wants_slot() && (urgent || at_leisure) {
+            return self.begin_slot();
+        }
+        if let (true, true, Some(usual)) = (at_leisure, self.wants_spare(), self.usual) {
+            if let Err(failure) = self.tools.cgroups.make_spare(&usual.limits) {
+                log(&failure);
+                self.refill_failed = true;
+            }
         }
     }
 
@@ -119,7 +132,7 @@ impl Launcher {
             slot.control = None;
             return;
         }
-        if let Err(failure) = slot.give_groups(&self.tools) {
+        if let Err(failure) = slot.give_groups(&mut self.tools.cgroups) {
             log(&failure);
         }
     }

@@ -142,9 +142,9 @@ impl Slot {
         socket::send(control, &message, &fds).at("birth", || "send to PID 1".into())
     }
     /// Makes the v1 groups and gives them to PID 1, which has asked, or may when we are gone.
-    pub fn give_groups(&mut self, tools: &Tools) -> Result<(), Failure> {
+    pub fn give_groups(&mut self, cgroups: &mut Cgroups) -> Result<(), Failure> {
         let (Some(control), Some(promise)) = (self.control.take(), self.promise) else { return Ok(()) };
-        let made = tools.cgroups.make_v1(self.number, &promise.limits);
+        let made = cgroups.make_v1(self.number, &promise.limits);
         let (answer, tasks) = match &made {
             Ok(tasks) => (GROUPS, &tasks[..]),
             Err(failure) => (failure.what.as_bytes(), &[][..]),

@@ -137,7 +137,7 @@ impl Launcher {
         }
         for tenant in self.tenants.values_mut().filter(|t| matches!(t.phase, Phase::Live)) {
             // Nobody will be there to be asked: the next launcher has no socket to this PID 1.
-            if let Err(failure) = tenant.slot.give_groups(&self.tools) {
+            if let Err(failure) = tenant.slot.give_groups(&mut self.tools.cgroups) {
                 log(&failure);
             }
         }

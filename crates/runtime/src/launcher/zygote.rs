@@ -119,7 +119,7 @@ fn execute(socket: &OwnedFd, null: &OwnedFd) -> ! {
 
 /// Entry point of the zygote. Returns in every sandbox, once it is one; never in the zygote itself.
 pub fn run() -> Sandbox {
-    let filter = inside::seccomp::compile();
+    let ahead = inside::Ahead::new();
     let mut buffer = [0; 256];
     loop {
         let Ok((length, fds)) = socket::receive(CONTROL, &mut buffer, 0) else { std::process::exit(1) };
@@ -127,7 +127,7 @@ pub fn run() -> Sandbox {
             std::process::exit(0); // the launcher is gone
         }
         match serve(&buffer[..length], fds) {
-            Ok(Born::Inside) => return inside::enter(&filter),
+            Ok(Born::Inside) => return inside::enter(&ahead),
             Ok(Born::Outside(answer, fds)) => send(&answer, &fds),
             Err(Failure { what, errno, .. }) => send(&Answer { pid: 0, start: 0, error: what, errno }, &[]),
         }
@@ -193,15 +193,16 @@ fn arrange_descriptors(control: OwnedFd) -> sys::Result<()> {
 
 /// Writes the id maps and opens what the launcher needs of a newborn.
 fn equip(order: &Order, pid: i32, pidfd: OwnedFd) -> Result<Born, Failure> {
-    let path = |file: &str| c(format!("/proc/{pid}/{file}"));
+    let process = sys::openat(libc::AT_FDCWD, &c(format!("/proc/{pid}")), libc::O_PATH | libc::O_DIRECTORY, 0);
+    let process = process.at(STAGE, || "open /proc of PID 1".into())?;
+    let process = process.as_raw_fd();
     let map = format!("0 {} {}\n", order.root, order.ids);
     for file in ["uid_map", "gid_map"] {
-        let written = sys::write_file(libc::AT_FDCWD, &path(file), map.as_bytes());
+        let written = sys::write_file(process, &c(file), map.as_bytes());
         written.at(STAGE, || format!("write {file}"))?;
     }
-    let open = |file: &str, flags: i32| {
-        sys::openat(libc::AT_FDCWD, &path(file), flags, 0).at(STAGE, || format!("open {file} of PID 1"))
-    };
+    let open =
+        |file: &str, flags: i32| sys::openat(process, &c(file), flags, 0).at(STAGE, || format!("open {file} of PID 1"));
     let fds = vec![pidfd, open("ns/user", libc::O_RDONLY)?, open("oom_score_adj", libc::O_WRONLY)?];
     let start = process::start_time(pid).at(STAGE, || "read the start time of PID 1".into())?;
     Ok(Born::Outside(Answer { pid, start, error: String::new(), errno: 0 }, fds))
