@@ -82,6 +82,7 @@ class _Server(uvicorn.Server):
             say(self._ready, "ok")
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 50)  # requests make few cycles and many objects
 
     def _lifeline_readable(self) -> None:
         with suppress(BlockingIOError):

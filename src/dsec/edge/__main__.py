@@ -31,6 +31,7 @@ from .lifecycle import Lifecycle
 from .service import Service, socket_directory
 
 VERSION = "0.1.0"
+GC_THRESHOLD = (20_000, 20, 50)  # requests make few cycles and many objects; the default looks for cycles every 700
 _log = structlog.get_logger("edge")
 
 
@@ -65,15 +66,19 @@ class Edge:
         await self._start_launcher()
         await self._lifecycle.recover()
         service = Service(
-            lifecycle=self._lifecycle, store=self._store, runtime=self._runtime, epoch=epoch, version=VERSION,
-            mirrors=self._config.mirrors, features=(),
-        )  # fmt: skip
-        server = LinkServer(service.handlers(), epoch=epoch, on_error=self._on_error)
+            lifecycle=self._lifecycle,
+            store=self._store,
+            runtime=self._runtime,
+            version=VERSION,
+            mirrors=self._config.mirrors,
+        )
+        server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         ttls = asyncio.create_task(self._lifecycle.watch_ttls())
         _say_ready(self._config.ready, "ok")
         self._in_background(self._probe(service))
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLD)
         await self._stopping.wait()
         _log.info("stopping")
         ttls.cancel()

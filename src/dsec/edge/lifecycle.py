@@ -33,9 +33,16 @@ _log = structlog.get_logger("edge")
 
 class Lifecycle:
     def __init__(
-        self, edge: str, store: LayerStore, backend: ContainerBackend, journal: Journal, admission: Admission
+        self,
+        edge: str,
+        store: LayerStore,
+        backend: ContainerBackend,
+        journal: Journal,
+        admission: Admission,
+        epoch: int = 0,
     ) -> None:
         self.edge = edge
+        self.epoch = epoch
         self._store = store
         self.backend = backend
         self._journal = journal
@@ -97,7 +104,7 @@ class Lifecycle:
             return self._created(twin, started)
         environment = compose(self._store, args.container_image, args.layers)
         holder = self.admission.reserve(args.labels)
-        sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder)
+        sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch)
         self._live[sandbox.id] = sandbox
         if args.idempotency_key is not None:
             self._by_key[args.idempotency_key] = sandbox

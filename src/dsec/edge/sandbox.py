@@ -20,7 +20,13 @@ _ENDED = (State.STOPPED, State.FAILED)
 
 class Sandbox:
     def __init__(
-        self, id: str, args: DSecContainerRunArgs, environment: Environment | None, incarnation: int, holder: str
+        self,
+        id: str,
+        args: DSecContainerRunArgs,
+        environment: Environment | None,
+        incarnation: int,
+        holder: str,
+        edge_epoch: int = 0,
     ) -> None:
         self.id = id
         self.args = args
@@ -46,7 +52,7 @@ class Sandbox:
         self._active = 0
         self._socket: Path | None = None
         self._link: LinkClient | None = None
-        self._epoch = 0
+        self._epoch = edge_epoch << 32  # a later start of the edge wins over every connection of an earlier one
         self._connecting = asyncio.Lock()
 
     def log(self, line: str) -> None:
@@ -97,7 +103,7 @@ class Sandbox:
                 raise self.unavailable()
             self._epoch += 1
             try:
-                self._link = await LinkClient.connect_unix(self._socket, self._epoch)
+                self._link = await LinkClient.connect_unix(self._socket, self._epoch, greet=False)
             except Fault:
                 if self.state in (State.STOPPING, *_ENDED):
                     raise self.unavailable() from None

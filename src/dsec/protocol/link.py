@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar, cast, overload
@@ -31,6 +32,7 @@ from .frames import (
 
 T = TypeVar("T")
 CONNECT_TIMEOUT = 5.0
+BACKLOG_RETRY = 0.005
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
@@ -413,6 +415,12 @@ def _is_map(payload: bytes) -> bool:
     return payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF)
 
 
+def _retrieved(future: asyncio.Future[int]) -> None:
+    """A refusal that nobody waits for is told by the requests that fail with it."""
+    if not future.cancelled():
+        future.exception()
+
+
 class _ClientConnection(_Connection):
     def __init__(self, epoch: int) -> None:
         super().__init__()
@@ -421,6 +429,7 @@ class _ClientConnection(_Connection):
         self._next = 1
         self.streams: dict[int, LinkStream] = {}
         self.ready: asyncio.Future[int] = self._loop.create_future()
+        self.ready.add_done_callback(_retrieved)
         self.lost: asyncio.Future[Fault] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -495,6 +504,22 @@ def _bounded(payload: bytes, what: str) -> bytes:
     return payload
 
 
+async def _connected(path: str) -> socket.socket:
+    """A connected Unix socket; at once, unless the listener's backlog is full."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.connect(path)
+                return sock
+            except BlockingIOError:
+                await asyncio.sleep(BACKLOG_RETRY)
+    except BaseException:
+        sock.close()
+        raise
+
+
 class LinkClient:
     """The connecting side. Cheap to call; safe for any number of concurrent streams."""
 
@@ -502,13 +527,18 @@ class LinkClient:
         self._connection = connection
 
     @classmethod
-    async def connect_unix(cls, path: str | os.PathLike[str], epoch: int = 0) -> LinkClient:
-        """Connects and exchanges preambles; Fault connection_lost when nobody answers within 5 s."""
+    async def connect_unix(cls, path: str | os.PathLike[str], epoch: int = 0, *, greet: bool = True) -> LinkClient:
+        """Connects and exchanges preambles; Fault connection_lost when nobody answers within 5 s.
+
+        Without `greet` the first requests travel behind our preamble, and a refusal shows at them.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch), os.fspath(path))
-                await connection.ready
+                sock = await _connected(os.fspath(path))
+                _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch), sock=sock)
+                if greet:
+                    await connection.ready
         except (OSError, TimeoutError) as error:
             raise _lost(f"cannot reach {os.fspath(path)}: {error or 'no answer'}") from error
         return cls(connection)
