@@ -55,13 +55,12 @@ class Edge:
         self._store = LayerStore(config.store)
         self._journal = Journal(config.state / "journal.db")
         self._backend = ContainerBackend(self._runtime, self._store, config.run, MAX_OUTPUT)
-        self._lifecycle = Lifecycle(
-            config.name, self._store, self._backend, self._journal, Admission(config.max_sandboxes, config.lanes)
-        )
+        admission = Admission(config.max_sandboxes, config.lanes)
+        epoch = self._journal.next_epoch()
+        self._lifecycle = Lifecycle(config.name, self._store, self._backend, self._journal, admission, epoch)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        epoch = self._journal.next_epoch()
         self._listen_for_the_end()
         await self._start_launcher()
         await self._lifecycle.recover()
