@@ -24,13 +24,15 @@ const CAPABILITIES: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 
 
 /// What the zygote finds out once for all sandboxes.
 pub struct Ahead {
-    filter: seccomp::Compiled,
+    filter: seccomp::LateFilter,
     masked: Vec<CString>,
 }
 
 impl Ahead {
-    pub fn new() -> Self {
-        Ahead { filter: seccomp::compile(), masked: root::files_to_mask() }
+    /// Also puts on what every copy of this process shall inherit.
+    pub fn new() -> Result<Self, Failure> {
+        seccomp::install_early_filter().at("privileges", || "install the seccomp filter".into())?;
+        Ok(Ahead { filter: seccomp::LateFilter::compile(), masked: root::files_to_mask() })
     }
 }
 
@@ -100,7 +102,6 @@ fn prepare(ahead: &Ahead) -> Result<Option<String>, Failure> {
     root::prepare(&upper, &ahead.masked)?;
     let stage = "privileges";
     process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
-    seccomp::forbid_new_privileges().at(stage, || "set no_new_privs".into())?;
     Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(upper))
 }
 
@@ -128,7 +129,7 @@ fn become_sandbox(
     message: &[u8],
     fds: Vec<OwnedFd>,
     upper: &str,
-    filter: &seccomp::Compiled,
+    filter: &seccomp::LateFilter,
     clock: &mut Clock,
 ) -> Result<Sandbox, Failure> {
     let birth: Birth = rmp_serde::from_slice(message)
@@ -159,10 +160,10 @@ fn become_sandbox(
     })
 }
 
-fn drop_privileges(hostname: &str, filter: &seccomp::Compiled) -> Result<(), Failure> {
+fn drop_privileges(hostname: &str, filter: &seccomp::LateFilter) -> Result<(), Failure> {
     let stage = "privileges";
     unsafe { crate::sys!(SYS_sethostname, hostname.as_ptr(), hostname.len()) }
         .at(stage, || format!("set the host name to {hostname:?}"))?;
     process::set_capabilities(CAPABILITIES).at(stage, || "drop capabilities".into())?;
-    seccomp::install_main_filter(filter).at(stage, || "install the seccomp filter".into())
+    filter.install().at(stage, || "install the seccomp filter".into())
 }

@@ -1,7 +1,7 @@
 //! The seccomp filter of a sandbox, compiled here to a binary tree over system call numbers.
 //!
 //! The kernel runs the filter for every call whose verdict depends on arguments and, at installation, once for each number
-//! to learn which are always allowed; a tree makes both cheap. One filter serves aether and commands.
+//! to learn which are always allowed; a tree makes both cheap. One filter, in two parts, serves aether and commands.
 
 use crate::sys::{self, process::prctl};
 
@@ -275,10 +275,20 @@ fn program(rules: Vec<(i64, Verdict)>) -> Vec<Op> {
     code
 }
 
-fn main_program() -> Vec<Op> {
-    let mut rules: Vec<(i64, Verdict)> = REFUSED.iter().map(|n| (*n, Verdict::Errno(libc::EPERM))).collect();
-    rules.extend(CHECKED.iter().map(|(n, check)| (*n, Verdict::Check(*check))));
-    program(rules)
+/// What PID 1 still needs between its birth and serving.
+const LATE: [i64; 6] = [
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_move_mount,
+    libc::SYS_pivot_root,
+    libc::SYS_unshare,
+    libc::SYS_sethostname,
+];
+
+fn rules(late: bool) -> Vec<(i64, Verdict)> {
+    let refused = REFUSED.iter().map(|n| (*n, Verdict::Errno(libc::EPERM)));
+    let checked = CHECKED.iter().map(|(n, check)| (*n, Verdict::Check(*check)));
+    refused.chain(checked).filter(|(n, _)| LATE.contains(n) == late).collect()
 }
 
 fn install(code: &[Op]) -> sys::Result<()> {
@@ -292,16 +302,24 @@ fn install(code: &[Op]) -> sys::Result<()> {
     unsafe { crate::sys!(SYS_seccomp, SET_MODE_FILTER, 0, &program as *const Program) }.map(drop)
 }
 
-/// Installs the sandbox's filter in this process and all it will start.
-pub fn install_main_filter(code: &Compiled) -> sys::Result<()> {
-    install(&code.0)
+/// Installs nearly all of the filter, in the zygote: its copies share it, which saves time and memory in each.
+pub fn install_early_filter() -> sys::Result<()> {
+    prctl(libc::PR_SET_NO_NEW_PRIVS, 1)?;
+    install(&program(rules(false)))
 }
 
-/// The filter, compiled ahead of the moment that counts.
-pub struct Compiled(Vec<Op>);
+/// The rest of the filter, compiled ahead of the moment that counts.
+pub struct LateFilter(Vec<Op>);
 
-pub fn compile() -> Compiled {
-    Compiled(main_program())
+impl LateFilter {
+    pub fn compile() -> Self {
+        LateFilter(program(rules(true)))
+    }
+
+    /// Refuses what PID 1 itself needed until now. From here on the whole filter holds.
+    pub fn install(&self) -> sys::Result<()> {
+        install(&self.0)
+    }
 }
 
 /// For commands, before they execute: clone3 answers ENOSYS, so that C libraries fall back to clone, whose flags a filter
@@ -317,17 +335,14 @@ pub fn install_command_filter() -> sys::Result<()> {
     install(&CODE[..4])
 }
 
-pub fn forbid_new_privileges() -> sys::Result<()> {
-    prctl(libc::PR_SET_NO_NEW_PRIVS, 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Runs a filter as the kernel would.
-    fn run(code: &[Op], number: i64, arguments: [u64; 6]) -> u32 {
-        run_on(code, ARCH_X86_64, number, arguments)
+    /// Runs both parts of the filter as the kernel would: the stricter verdict holds.
+    fn run(number: i64, arguments: [u64; 6]) -> u32 {
+        let parts = [false, true].map(|late| run_on(&program(rules(late)), ARCH_X86_64, number, arguments));
+        parts.into_iter().min().unwrap_or(ALLOW)
     }
 
     fn run_on(code: &[Op], arch: u32, number: i64, arguments: [u64; 6]) -> u32 {
@@ -359,8 +374,7 @@ mod tests {
 
     #[test]
     fn every_number_has_its_verdict() {
-        let code = main_program();
-        assert!(code.len() < 1000, "{} operations", code.len());
+        assert!(program(rules(false)).len() < 1000 && program(rules(true)).len() < 50);
         for number in 0..600 {
             if CHECKED.iter().any(|(n, _)| *n == number) {
                 continue;
@@ -372,19 +386,18 @@ mod tests {
             } else {
                 ALLOW
             };
-            assert_eq!(run(&code, number, [0; 6]), expected, "call {number}");
+            assert_eq!(run(number, [0; 6]), expected, "call {number}");
         }
-        assert_eq!(run(&code, 0x4000_0000 | libc::SYS_read, [0; 6]), ENOSYS, "x32");
-        assert_eq!(run_on(&code, 0x4000_0003, 0, [0; 6]), ENOSYS, "32-bit");
+        assert_eq!(run(0x4000_0000 | libc::SYS_read, [0; 6]), ENOSYS, "x32");
+        assert_eq!(run_on(&program(rules(false)), 0x4000_0003, 0, [0; 6]), ENOSYS, "32-bit");
     }
 
     #[test]
     fn arguments_decide() {
-        let code = main_program();
         let verdict = |number, arguments: &[u64]| {
             let mut all = [0; 6];
             all[..arguments.len()].copy_from_slice(arguments);
-            run(&code, number, all)
+            run(number, all)
         };
         for flag in
             [libc::CLONE_NEWUSER, libc::CLONE_NEWNS, libc::CLONE_NEWPID, libc::CLONE_NEWNET, libc::CLONE_NEWCGROUP]

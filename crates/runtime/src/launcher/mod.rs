@@ -202,7 +202,7 @@ impl Launcher {
     /// Until the edge's end is closed.
     fn run(&mut self) {
         loop {
-            let events = self.poller.wait(self.patience_ms());
+            let events = self.poller.wait(self.patience_us());
             let idle = events.is_empty();
             for token in events {
                 match token {
@@ -228,16 +228,16 @@ impl Launcher {
     }
 
     /// How long there is nothing to do without an event.
-    fn patience_ms(&self) -> i32 {
+    fn patience_us(&self) -> Option<u64> {
         let leisure = self.entering == 0 && (self.wants_slot() || self.wants_spare());
         if leisure || (self.wants_slot() && !self.queue.is_empty()) {
-            return 0;
+            return Some(0);
         }
         if !self.freezes.is_empty() || self.control.waits() {
-            return 1;
+            return Some(1000);
         }
         let next = [self.deadlines.front(), self.retries.front()].into_iter().flatten().map(|(when, _)| *when).min();
-        next.map_or(-1, |when| (when.saturating_sub(now_us()).div_ceil(1000)).min(60_000) as i32)
+        next.map(|when| when.saturating_sub(now_us()))
     }
 
     fn serve_edge(&mut self) -> bool {

@@ -55,11 +55,14 @@ impl Poller {
         let _ = unsafe { crate::sys!(SYS_epoll_ctl, self.epoll.as_raw_fd(), libc::EPOLL_CTL_DEL, fd, 0) };
     }
 
-    /// What has happened; empty after `timeout_ms` (-1: no limit) or an interrupt.
-    pub fn wait(&self, timeout_ms: i32) -> Vec<Token> {
+    /// What has happened; empty after so many microseconds (`None`: no limit) or an interrupt.
+    pub fn wait(&self, timeout_us: Option<u64>) -> Vec<Token> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; BATCH];
+        let us = timeout_us.unwrap_or(0);
+        let limit = libc::timespec { tv_sec: (us / 1_000_000) as i64, tv_nsec: (us % 1_000_000 * 1000) as i64 };
+        let limit = timeout_us.map_or(std::ptr::null(), |_| &raw const limit);
         let fd = self.epoll.as_raw_fd();
-        let n = unsafe { crate::sys!(SYS_epoll_pwait, fd, events.as_mut_ptr(), BATCH, timeout_ms, 0, 8) }.unwrap_or(0);
+        let n = unsafe { crate::sys!(SYS_epoll_pwait2, fd, events.as_mut_ptr(), BATCH, limit, 0, 8) }.unwrap_or(0);
         events[..n].iter().map(|event| Token::decode(event.u64)).collect()
     }
 

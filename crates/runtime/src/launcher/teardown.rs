@@ -18,7 +18,7 @@ pub struct Dying {
 }
 
 /// A group whose last task is just leaving is busy for a moment; how long to wait before another try.
-const RETRY_US: u64 = 500;
+const RETRY_US: u64 = 50;
 const MAX_RETRY_US: u64 = 100_000;
 
 impl Launcher {
@@ -76,7 +76,7 @@ impl Launcher {
             Ok(true) => {}
             Ok(false) => {
                 dying.tries += 1;
-                let wait = (RETRY_US << dying.tries.min(10)).min(MAX_RETRY_US);
+                let wait = (RETRY_US << dying.tries.min(12)).min(MAX_RETRY_US);
                 return self.retry_at(now_us() + wait, number);
             }
             Err(failure) => log(&failure),
@@ -126,7 +126,7 @@ impl Launcher {
                 break;
             }
             numbers.into_iter().for_each(|number| self.dispose(number));
-            for token in self.poller.wait(2) {
+            for token in self.poller.wait(Some(2000)) {
                 match token {
                     Token::End(number) => self.pid1_ended(number),
                     Token::Zygote if !self.zygote_answered() => self.begun.clear(),

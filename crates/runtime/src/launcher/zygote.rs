@@ -119,7 +119,10 @@ fn execute(socket: &OwnedFd, null: &OwnedFd) -> ! {
 
 /// Entry point of the zygote. Returns in every sandbox, once it is one; never in the zygote itself.
 pub fn run() -> Sandbox {
-    let ahead = inside::Ahead::new();
+    let ahead = inside::Ahead::new().unwrap_or_else(|failure| {
+        eprintln!("zygote: {failure}");
+        std::process::exit(1)
+    });
     let mut buffer = [0; 256];
     loop {
         let Ok((length, fds)) = socket::receive(CONTROL, &mut buffer, 0) else { std::process::exit(1) };
