@@ -8,6 +8,7 @@ caller asks again, and no proxy in between sees a long silence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import struct
 from collections.abc import Coroutine
@@ -144,7 +145,7 @@ async def _left(socket: WebSocket) -> None:
 async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None] | None = None) -> ExecReply:
     """Output and end of a command, or what there is of them when the time or the answer's size is up.
 
-    A stream that still carries stdin is then left to its feeder.
+    A stream that carries stdin is never cancelled, since bytes may be under way behind its feeder: it is drained instead.
     """
     out: list[bytes] = []
     err: list[bytes] = []
@@ -163,8 +164,10 @@ async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None]
     except TimeoutError:
         pass
     finally:
-        if feeding is None or feeding.done():
+        if feeding is None:
             stream.cancel()
+        elif done is None:
+            _in_background(_drain(stream))
     return ExecReply(done=done, stdout=b"".join(out), stderr=b"".join(err))
 
 
@@ -184,6 +187,21 @@ def _split_stdin(params: dict[str, object]) -> bytes:
     params["stdin"] = data[:INLINE_STDIN]
     params["stdin_open"] = True
     return data[INLINE_STDIN:]
+
+
+_draining: set[asyncio.Task[None]] = set()
+
+
+def _in_background(work: Coroutine[None, None, None]) -> None:
+    task = asyncio.create_task(work)
+    _draining.add(task)
+    task.add_done_callback(_draining.discard)
+
+
+async def _drain(stream: LinkStream) -> None:
+    """Drops what arrives until the command's end; the cursor finds it again."""
+    with contextlib.suppress(Fault):
+        await stream.result()
 
 
 _feeders: dict[tuple[str, str], asyncio.Task[None]] = {}

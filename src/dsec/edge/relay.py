@@ -145,11 +145,21 @@ class Relay:
 
 
 async def _pump(call: Call, stream: LinkStream) -> None:
-    """The caller's bytes to aether. When the caller goes away before its END, aether is told by a cancel."""
-    try:
-        async for chunk in call.data():
+    """The caller's bytes to aether. When the caller goes away before its END, aether is told by a cancel.
+
+    When aether takes no more, its reply is there or the connection is gone: both are the reader's to tell.
+    """
+    chunks = aiter(call.data())
+    while True:
+        try:
+            chunk = await anext(chunks, None)
+        except Fault:
+            stream.cancel()
+            raise
+        try:
+            if chunk is None:
+                await stream.end()
+                return
             await stream.send(chunk)
-        await stream.end()
-    except Fault:
-        stream.cancel()
-        raise
+        except Fault:
+            return
