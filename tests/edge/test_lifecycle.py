@@ -208,6 +208,90 @@ async def test_a_restart_says_what_became_of_the_sandboxes(tmp_path: Path) -> No
     assert after._journal.next_epoch() == 1
 
 
+async def test_a_repeated_request_does_not_inherit_an_abandoned_creation(life: Lifecycle, backend: Backend) -> None:
+    args = DSecContainerRunArgs("debian@12", idempotency_key="k")
+    backend.gate.clear()
+    lost = asyncio.create_task(life.create(args, 10))
+    await until(lambda: bool(life.live()))
+    again = asyncio.create_task(life.create(args, 10))
+    await asyncio.sleep(0)
+    lost.cancel()  # as when the connection that asked first breaks
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    backend.gate.set()
+    created = await asyncio.wait_for(again, DEADLINE)
+    assert life.running(created.id) and backend.made == 1
+
+
+async def test_a_twin_is_not_waited_for_without_end(life: Lifecycle, backend: Backend) -> None:
+    args = DSecContainerRunArgs("debian@12", idempotency_key="k")
+    backend.gate.clear()
+    first = asyncio.create_task(life.create(args, 10))
+    await until(lambda: bool(life.live()))
+    with pytest.raises(Fault) as caught:
+        await life.create(args, 0.05)
+    assert caught.value.body.details["stage"] == "timeout.twin"
+    backend.gate.set()
+    await first
+
+
+async def test_what_is_stopped_while_it_queues_is_never_made(life: Lifecycle, backend: Backend) -> None:
+    backend.gate.clear()
+    creations = [asyncio.create_task(life.create(ARGS, 10)) for _ in range(20)]  # for eight lanes
+    await until(lambda: life.admission.queued == 12)
+    stops = [asyncio.create_task(life.stop(s.id)) for s in life.live()[8:]]
+    await asyncio.sleep(0)
+    backend.gate.set()
+    results = await asyncio.gather(*creations, return_exceptions=True)
+    await asyncio.wait_for(asyncio.gather(*stops), DEADLINE)
+    assert backend.made == 8
+    assert [r.body.kind for r in results if isinstance(r, Fault)] == [ErrorKind.UNAVAILABLE] * 12
+
+
+async def test_a_lost_launcher_leaves_waiting_creations_to_the_next_one(life: Lifecycle, backend: Backend) -> None:
+    running = await life.create(ARGS, 10)
+    backend.gate.clear()
+    waiting = asyncio.create_task(life.create(ARGS, 10))
+    await until(lambda: len(life.live()) == 2)
+    await life.launcher_lost("it died")
+    await until(lambda: len(life.live()) == 1)
+    with pytest.raises(Fault) as caught:
+        life.running(running.id)
+    assert caught.value.body.details["reason"] == "edge_restart"
+    backend.gate.set()
+    created = await asyncio.wait_for(waiting, DEADLINE)
+    assert life.running(created.id) and list(backend.alive) == [created.id]
+
+
+async def test_nothing_is_created_once_the_edge_stops(life: Lifecycle, backend: Backend) -> None:
+    await life.create(ARGS, 10)
+    assert await life.close(Reason.EDGE_RESTART) == 1
+    with pytest.raises(Fault) as caught:
+        await life.create(ARGS, 10)
+    assert caught.value.body.retryable and not backend.alive
+
+
+async def test_a_full_disk_neither_keeps_a_sandbox_nor_its_place(life: Lifecycle, backend: Backend) -> None:
+    created = await life.create(ARGS, 10)
+    life._journal._db.execute("pragma max_page_count = 1")
+    args = DSecContainerRunArgs("debian@12", env={"A": "x" * 30_000})
+    refused = await asyncio.gather(*(life.create(args, 10) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(r, Fault) and r.body.kind is ErrorKind.NO_SPACE for r in refused), refused
+    await asyncio.wait_for(life.stop(created.id), DEADLINE)
+    await until(lambda: life.admission.held == 0)
+    assert not backend.alive
+
+
+async def test_waiting_for_a_lane_is_no_idleness(life: Lifecycle, backend: Backend) -> None:
+    backend.gate.clear()
+    creation = asyncio.create_task(life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=60), 10))
+    await until(lambda: bool(life.live()))
+    asked = time.monotonic()
+    backend.gate.set()
+    created = await creation
+    assert life.running(created.id).expired(asked + 60) is None
+
+
 @pytest.mark.parametrize(
     "field, value",
     [

@@ -81,7 +81,7 @@ class Edge:
         await self._stopping.wait()
         _log.info("stopping")
         ttls.cancel()
-        await self._lifecycle.stop_all(Reason.EDGE_RESTART)
+        await self._lifecycle.close(Reason.EDGE_RESTART)
         await server.close()
         if self._backend.launcher is not None:
             await self._backend.launcher.close()
@@ -130,7 +130,7 @@ class Edge:
         try:
             await self._start_launcher()
             await self._backend.sweep([])
-        except LauncherFailed as failed:
+        except (LauncherFailed, OSError) as failed:
             _log.critical("no launcher; the edge gives up", error=str(failed))
             self._stopping.set()
         await self._lifecycle.launcher_lost(why)

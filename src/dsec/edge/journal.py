@@ -14,6 +14,7 @@ from pathlib import Path
 import apsw
 import msgspec
 
+from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 
 _SCHEMA = """
@@ -48,11 +49,15 @@ class Record(msgspec.Struct, kw_only=True):
 
 class Journal:
     def __init__(self, path: Path) -> None:
-        self._db = apsw.Connection(str(path))
-        for statement in (*_PRAGMAS, _SCHEMA):
-            self._db.execute(
-                statement
-            ).fetchall()  # a statement behind one that returns rows would wait for their reader
+        self._path = path
+        try:
+            self._db = apsw.Connection(str(path))
+            for statement in (*_PRAGMAS, _SCHEMA):
+                self._db.execute(
+                    statement
+                ).fetchall()  # a statement behind one that returns rows would wait for their reader
+        except apsw.Error as error:
+            raise _unusable(path, error) from error
         self._pending: list[tuple[str, tuple[object, ...]]] = []
         self._flush: asyncio.Future[None] | None = None
         self._ended = 0
@@ -116,7 +121,10 @@ class Journal:
     async def commit(self) -> None:
         """Until what was recorded so far would survive the death of this process."""
         if self._flush is not None:
-            await asyncio.shield(self._flush)
+            try:
+                await asyncio.shield(self._flush)
+            except apsw.Error as error:
+                raise _unusable(self._path, error) from error
 
     def _add(self, sql: str, values: tuple[object, ...]) -> None:
         self._pending.append((sql, values))
@@ -147,3 +155,17 @@ class Journal:
         if self._pending:
             self._write()
         self._db.close()
+
+
+def _unusable(path: Path, error: apsw.Error) -> Fault:
+    if isinstance(error, apsw.FullError):
+        return Fault(
+            ErrorKind.NO_SPACE,
+            f"the disk that holds the journal {path} is full",
+            hint="free space there",
+            retryable=True,
+        )
+    hint = (
+        "look at the disk; a damaged journal may be moved away while nothing runs: it only names ended sandboxes then"
+    )
+    return Fault(ErrorKind.INTERNAL, f"the journal {path} cannot be used: {error}", hint=hint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 import structlog
@@ -27,6 +27,7 @@ from .journal import Journal, Record
 from .sandbox import Sandbox
 
 KEEP_ENDED = 10_000
+KEEP_LINES = 1_000  # ended sandboxes whose log lines are kept
 TTL_TICK_S = 0.25
 _log = structlog.get_logger("edge")
 
@@ -50,6 +51,8 @@ class Lifecycle:
         self._live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
         self._by_key: dict[str, Sandbox] = {}
+        self._with_lines: deque[Sandbox] = deque()
+        self._closing = False
         self._removals: set[asyncio.Task[None]] = set()
         self.created_total = 0
         self.failed_total = 0
@@ -97,11 +100,9 @@ class Lifecycle:
         """A running sandbox; the same idempotency key gives the same one."""
         started = time.perf_counter()
         check_args(args)
-        if args.idempotency_key is not None and (twin := self._by_key.get(args.idempotency_key)) is not None:
-            await twin.settled.wait()
-            if twin.state is not State.RUNNING:
-                raise twin.unavailable()
+        if args.idempotency_key is not None and (twin := await self._twin(args.idempotency_key, timeout)) is not None:
             return self._created(twin, started)
+        self._refuse_when_closing()
         environment = compose(self._store, args.container_image, args.layers)
         holder = self.admission.reserve(args.labels)
         sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch)
@@ -113,7 +114,8 @@ class Lifecycle:
             async with asyncio.timeout(timeout):
                 async with self.admission.lane():
                     stage = "launch"
-                    await self._launch(sandbox)
+                    if sandbox.stop_reason is None:  # else it ended while it waited, and nothing must be made of it
+                        await self._launch(sandbox)
         except TimeoutError:
             fault = Fault(
                 ErrorKind.CREATE_FAILED,
@@ -134,6 +136,34 @@ class Lifecycle:
                         reason=sandbox.stop_reason.value, sandbox_id=sandbox.id)  # fmt: skip
         self.created_total += 1
         return self._created(sandbox, started)
+
+    async def _twin(self, key: str, timeout: float) -> Sandbox | None:
+        """The running sandbox of this key. One whose creation failed or was abandoned is waited out, so that a request that is
+        repeated after a lost connection makes a new one instead of inheriting the loss."""
+        try:
+            async with asyncio.timeout(timeout):
+                while (twin := self._by_key.get(key)) is not None:
+                    await twin.settled.wait()
+                    if twin.state is State.RUNNING:
+                        return twin
+                    if twin.stop_reason is not None:
+                        raise twin.unavailable()
+                    await twin.ended.wait()
+        except TimeoutError:
+            raise Fault(
+                ErrorKind.CREATE_FAILED,
+                f"the creation with the same idempotency_key did not end within {timeout:g} s",
+                hint="the node is busy: ask again, or with a longer timeout",
+                retryable=True,
+                stage="timeout.twin",
+            ) from None
+        return None
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise Fault(
+                ErrorKind.CONNECTION_LOST, f"edge {self.edge} is stopping", hint="see `dsec status`", retryable=True
+            )
 
     async def _launch(self, sandbox: Sandbox) -> None:
         assert sandbox.environment is not None
@@ -214,14 +244,22 @@ class Lifecycle:
         sandbox.reason, sandbox.detail = reason, detail
         sandbox.log(f"{sandbox.state.value}: {reason.value} {detail}".rstrip())
         self._journal.ended(sandbox.id, sandbox.state, reason, detail)
-        await self._journal.commit()
-        self._forget(sandbox)
+        try:
+            await self._journal.commit()
+        except Fault as fault:  # it is gone all the same; the next start calls it edge_restart
+            _log.error("an end is not in the journal", sandbox=sandbox.id, error=str(fault))
+        finally:
+            self._forget(sandbox)
 
     def _forget(self, sandbox: Sandbox) -> None:
         self._live.pop(sandbox.id, None)
         if sandbox.args.idempotency_key is not None:
             self._by_key.pop(sandbox.args.idempotency_key, None)
         self._ended[sandbox.id] = sandbox
+        sandbox.environment = None
+        self._with_lines.append(sandbox)
+        if len(self._with_lines) > KEEP_LINES:
+            self._with_lines.popleft().lines.clear()
         while len(self._ended) > KEEP_ENDED:
             self._ended.popitem(last=False)
         self.admission.release(sandbox.holder)
@@ -235,6 +273,11 @@ class Lifecycle:
         if self._removals:
             await asyncio.wait(list(self._removals))
         return len(live)
+
+    async def close(self, reason: Reason) -> int:
+        """The same for good: from now on nothing is created."""
+        self._closing = True
+        return await self.stop_all(reason)
 
     # -- time and restarts --
 
@@ -264,9 +307,12 @@ class Lifecycle:
         await self._journal.commit()
 
     async def launcher_lost(self, why: str) -> None:
-        """The launcher died: its sandboxes can no longer be controlled, so they end, by name."""
+        """The launcher died: its sandboxes can no longer be controlled, so they end, by name.
+
+        A creation that was with it has failed already; one that still waits goes on with the next launcher.
+        """
         for sandbox in self.live():
-            if sandbox.state in (State.RUNNING, State.CREATING):
+            if sandbox.state is State.RUNNING:
                 sandbox.stop_reason = sandbox.stop_reason or Reason.EDGE_RESTART
                 self._schedule_removal(sandbox, Reason.EDGE_RESTART, f"the launcher was lost: {why}")
 

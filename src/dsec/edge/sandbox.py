@@ -91,6 +91,7 @@ class Sandbox:
 
     def born(self, pid: int, pidfd: int, socket: Path) -> None:
         self.pid, self.pidfd, self._socket = pid, pidfd, socket
+        self._idle_since = time.monotonic()  # waiting for a lane was no idleness
 
     async def link(self) -> LinkClient:
         """The connection to this sandbox's aether, made again when it was lost."""
