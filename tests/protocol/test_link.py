@@ -161,3 +161,32 @@ def test_frame_reader_survives_any_split_and_random_bytes() -> None:
         got += reader.feed(wire[position : position + step])
         position += step
     assert got == frames
+
+
+async def test_a_cancelled_stream_is_forgotten(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    for _ in range(50):
+        (await client.open("hang", {})).cancel()
+    assert (await client.call("echo", {"text": "a"}, Echo)).text == "a"
+    assert not client._connection.streams and not client._connection.flows
+    await client.close()
+
+
+async def test_a_cancelled_stream_releases_who_sends_on_it(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    stream = await client.open("hang", {})
+    sending = asyncio.create_task(stream.send(b"x" * (8 << 20)))  # more than its credit
+    await asyncio.sleep(0)
+    stream.cancel()
+    with pytest.raises(Fault):
+        await asyncio.wait_for(sending, 5)
+    await client.close()
+
+
+async def test_a_number_that_no_message_carries_is_refused(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    with pytest.raises(Fault) as caught:
+        await client.call("echo", {"size": 10**30})
+    assert caught.value.body.kind is ErrorKind.INVALID
+    assert (await client.call("echo", {"text": "a"}, Echo)).text == "a"
+    await client.close()

@@ -406,7 +406,7 @@ class LinkStream:
         """We no longer listen. Harmless when the result is there already."""
         if not self._flow.ended:
             self._connection.write(FrameType.CANCEL, self._flow.id)
-            self._connection.flows.pop(self._flow.id, None)
+            self._connection.forget(self._flow.id)
             self._flow.finish(Fault(ErrorKind.CONNECTION_LOST, "cancelled"))
         self._flow.drop()
 
@@ -467,18 +467,25 @@ class _ClientConnection(_Connection):
     def open(self, method: str, params: object) -> LinkStream:
         if self.closed is not None:
             raise self.closed
+        try:
+            payload = _bounded(_encoder.encode({"m": method, "p": params}), method)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise Fault(
+                ErrorKind.INVALID, f"{method}: a value that no message can carry: {error}", hint="numbers have 64 bits"
+            ) from error
         stream_id = self._next
         self._next += 2
         flow = _Flow(self, stream_id)
         self.flows[stream_id] = flow
         stream = self.streams[stream_id] = LinkStream(self, flow)
-        payload = _encoder.encode({"m": method, "p": params})
-        try:
-            self.write(FrameType.OPEN, stream_id, _bounded(payload, method))
-        except Fault:
-            del self.flows[stream_id], self.streams[stream_id]
-            raise
+        self.write(FrameType.OPEN, stream_id, payload)
         return stream
+
+    def forget(self, stream: int) -> None:
+        """A stream that we cancelled: nothing comes on it any more, not even a result, and who still sends on it stops."""
+        self.flows.pop(stream, None)
+        self.streams.pop(stream, None)
+        self._wake_senders()
 
     def on_flow_lost(self, flow: _Flow, why: Fault) -> None:
         self.streams.pop(flow.id, None)
@@ -537,8 +544,12 @@ class LinkClient:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 sock = await _connected(os.fspath(path))
                 _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch), sock=sock)
-                if greet:
-                    await connection.ready
+                try:
+                    if greet:
+                        await connection.ready
+                except BaseException:
+                    connection.close()
+                    raise
         except (OSError, TimeoutError) as error:
             raise _lost(f"cannot reach {os.fspath(path)}: {error or 'no answer'}") from error
         return cls(connection)
