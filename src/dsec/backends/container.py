@@ -95,8 +95,6 @@ class LayerMounts:
             except BaseException:
                 self.release(manifests[: manifests.index(manifest) + 1])
                 raise
-            finally:
-                self._locks.pop(digest, None)
 
     def release(self, manifests: tuple[Manifest, ...]) -> None:
         for manifest in manifests:
@@ -124,6 +122,8 @@ class LayerMounts:
     async def drop(self, digest: str) -> None:
         """Unmounts a layer that nobody uses (a sandbox that does keeps the mount alive by itself)."""
         fd = self._mounted.pop(digest, None)
+        if (lock := self._locks.get(digest)) is not None and not lock.locked():
+            del self._locks[digest]
         if fd is not None:
             os.close(fd)
             await self._launcher().call("unlayer", _Digest(digest))
@@ -196,10 +196,11 @@ class ContainerBackend:
 
     async def stop(self, sandbox: str, environment: Environment | None) -> LauncherUsage:
         """Returns when its processes, cgroups, upper and socket are gone."""
-        reply = await self._live_launcher().call("stop", _Name(sandbox), StopReply)
-        if environment is not None:
-            self.mounts.release(environment.layers)
-        return reply.usage
+        try:
+            return (await self._live_launcher().call("stop", _Name(sandbox), StopReply)).usage
+        finally:  # whatever the launcher says: nobody will ask again
+            if environment is not None:
+                self.mounts.release(environment.layers)
 
     async def usage(self, sandbox: str) -> LauncherUsage:
         return (await self._live_launcher().call("usage", _Name(sandbox), StopReply)).usage

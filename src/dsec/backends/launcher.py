@@ -110,13 +110,17 @@ class LauncherClient:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * 1024 * 1024)
         ours.setblocking(False)
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                runtime, "launcher", "--control-fd", str(theirs.fileno()), "--run", run, "--name", name,
-                "--uppers", uppers, "--pool", str(pool),
-                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    runtime, "launcher", "--control-fd", str(theirs.fileno()), "--run", run, "--name", name,
+                    "--uppers", uppers, "--pool", str(pool),
+                    pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
         return cls(ours, process, on_lost)
 
     @property
@@ -162,6 +166,11 @@ class LauncherClient:
         try:
             reply: tuple[bytes, list[int]] = await future
             return reply
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                for fd in future.result()[1]:  # it came in the same turn of the loop as the cancellation
+                    os.close(fd)
+            raise
         finally:
             self._waiting.pop(number, None)
 
