@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import AsyncIterator
@@ -271,9 +272,15 @@ async def test_nothing_is_created_once_the_edge_stops(life: Lifecycle, backend: 
     assert caught.value.body.retryable and not backend.alive
 
 
-async def test_a_full_disk_neither_keeps_a_sandbox_nor_its_place(life: Lifecycle, backend: Backend) -> None:
+async def test_a_full_disk_neither_keeps_a_sandbox_nor_its_place(
+    life: Lifecycle, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     created = await life.create(ARGS, 10)
-    life._journal._db.execute("pragma max_page_count = 1")
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
     args = DSecContainerRunArgs("debian@12", env={"A": "x" * 30_000})
     refused = await asyncio.gather(*(life.create(args, 10) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(r, Fault) and r.body.kind is ErrorKind.NO_SPACE for r in refused), refused

@@ -53,7 +53,7 @@ class Edge:
         self._stopping = asyncio.Event()
         self._runtime = runtime_path()
         self._store = LayerStore(config.store)
-        self._journal = Journal(config.state / "journal.db")
+        self._journal = Journal(config.state / "journal")
         self._backend = ContainerBackend(self._runtime, self._store, config.run, MAX_OUTPUT)
         admission = Admission(config.max_sandboxes, config.lanes)
         epoch = self._journal.next_epoch()

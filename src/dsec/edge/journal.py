@@ -1,37 +1,37 @@
-"""What the edge must not forget: one SQLite file in WAL mode, written in groups.
+"""What the edge must not forget: an append-only file of checked records, one write for each turn of the event loop.
 
-All changes of one turn of the event loop leave in one transaction; a caller that needs its change to survive a kill awaits
-`commit()`. synchronous=NORMAL does not survive a power cut, and need not: a reboot ends every sandbox anyway.
+    file   = magic, record*
+    record = u32 length of payload, u32 crc32 of payload, payload        (little endian; payload: msgpack of `Record`)
+
+The last record of a sandbox counts. All changes of one turn leave in one write(2), which the death of this process does not
+undo; a power cut may lose the last ones, and need not keep them: a reboot ends every sandbox anyway. Reading stops at the
+first record that is cut off or does not match its checksum, and the file is cut there. When most of it is superseded, it is
+written anew beside itself and renamed, so that its size stays bounded by what is alive and the last `KEEP_ENDED` ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import struct
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import apsw
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 
-_SCHEMA = """
-create table if not exists meta (key text primary key, value integer not null) without rowid;
-create table if not exists sandbox (
-    id text primary key, state text not null, reason text, detail text not null default '', created_at real not null,
-    ended_at real, incarnation integer not null, args blob not null, layers blob not null,
-    pid integer not null, start integer not null
-);
-create index if not exists sandbox_ended on sandbox (ended_at) where ended_at is not null;
-"""
-_PRAGMAS = ("pragma journal_mode=wal", "pragma synchronous=normal", "pragma wal_autocheckpoint=4000")
-KEEP_ENDED = 20_000
-_COMPACT_EVERY = 1_000
+_MAGIC = b"DSECJRN\x01"
+_HEAD = struct.Struct("<II")
+KEEP_ENDED = 10_000
+COMPACT_FROM = 16 * 1024 * 1024
+_MAX_PAYLOAD = 16 * 1024 * 1024
 
 
-class Record(msgspec.Struct, kw_only=True):
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sandbox as the journal has it."""
 
     id: str
@@ -40,94 +40,130 @@ class Record(msgspec.Struct, kw_only=True):
     incarnation: int
     args: DSecContainerRunArgs
     layers: tuple[str, ...]
-    pid: int
-    start: int
+    pid: int = 0
+    start: int = 0
     reason: Reason | None = None
     detail: str = ""
     ended_at: float | None = None
 
 
+class _Epoch(msgspec.Struct, omit_defaults=True):
+    """A start of this edge; told apart from a sandbox by its field."""
+
+    epoch: int
+
+
+class _Ended(msgspec.Struct, omit_defaults=True):
+    """The end of a sandbox that is in the journal already: what changes, and nothing twice."""
+
+    ended: str
+    state: State
+    reason: Reason
+    detail: str
+    ended_at: float
+
+
+class _Any(Record, kw_only=True, omit_defaults=True):
+    """Any of the three, for reading: which fields are there tells which one it is."""
+
+    id: str = ""
+    state: State = State.CREATING
+    created_at: float = 0.0
+    incarnation: int = 0
+    args: DSecContainerRunArgs = DSecContainerRunArgs()
+    layers: tuple[str, ...] = ()
+    epoch: int = 0
+    ended: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Any).decode
+
+
 class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._db = apsw.Connection(str(path))
-            for statement in (*_PRAGMAS, _SCHEMA):
-                self._db.execute(
-                    statement
-                ).fetchall()  # a statement behind one that returns rows would wait for their reader
-        except apsw.Error as error:
-            raise _unusable(path, error) from error
-        self._pending: list[tuple[str, tuple[object, ...]]] = []
+        self._live: dict[str, Record] = {}
+        self._past: dict[str, Record] = {}
+        self._epoch = 0
+        self._pending: list[bytes] = []
         self._flush: asyncio.Future[None] | None = None
-        self._ended = 0
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = self._load()
+
+    # -- reading --
+
+    def _load(self) -> int:
+        """Replays the file, cuts what is broken at its end, and returns its size."""
+        with open(self._file, "rb", closefd=False) as file:
+            data = file.read()
+        if not data.startswith(_MAGIC):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, _MAGIC, 0)
+            return len(_MAGIC)
+        position = len(_MAGIC)
+        for record, end in _intact(data, position):
+            self._apply(record)
+            position = end
+        os.ftruncate(self._file, position)
+        return position
+
+    def _apply(self, record: _Any) -> None:
+        if record.epoch:
+            self._epoch = record.epoch
+        elif record.ended:
+            if (known := self._live.pop(record.ended, None)) is not None:
+                known.state, known.reason, known.detail = record.state, record.reason, record.detail
+                known.ended_at = record.ended_at
+                self._past[known.id] = known
+        else:
+            kept = Record(**{name: getattr(record, name) for name in Record.__struct_fields__})
+            (self._live if kept.ended_at is None else self._past)[kept.id] = kept
+        self._bound()
+
+    def records(self) -> list[Record]:
+        """Every sandbox known, those that never ended first."""
+        return [*self._live.values(), *self._past.values()]
+
+    # -- writing --
 
     def next_epoch(self) -> int:
-        """Counts the starts of this edge; a higher epoch fences what a lower one left."""
-        rows = self._db.execute(
-            "insert into meta values ('epoch', 1) on conflict (key) do update set value = value + 1 returning value"
-        ).fetchall()
-        return int(str(rows[0][0]))
-
-    def records(self) -> Iterator[Record]:
-        query = (
-            "select id, state, reason, detail, created_at, ended_at, incarnation, args, layers, pid, start from sandbox"
-        )
-        for row in self._db.execute(query):
-            yield Record(
-                id=row[0],
-                state=State(row[1]),
-                created_at=row[4],
-                incarnation=row[6],
-                args=msgspec.msgpack.decode(row[7], type=DSecContainerRunArgs),
-                layers=msgspec.msgpack.decode(row[8], type=tuple[str, ...]),
-                pid=row[9],
-                start=row[10],
-                reason=Reason(row[2]) if row[2] else None,
-                detail=row[3],
-                ended_at=row[5],
-            )
+        """Counts the starts of this edge; a higher epoch fences what a lower one left. On disk when it returns."""
+        self._epoch += 1
+        self._write_out(_pack(_encode(_Epoch(self._epoch))))
+        return self._epoch
 
     def running(self, record: Record) -> None:
         """A sandbox that answers. One still being made needs no record: what is not here is removed at the next start."""
-        self._add(
-            "insert into sandbox (id, state, created_at, incarnation, args, layers, pid, start) values (?,?,?,?,?,?,?,?)",
-            (
-                record.id,
-                record.state.value,
-                record.created_at,
-                record.incarnation,
-                msgspec.msgpack.encode(record.args),
-                msgspec.msgpack.encode(record.layers),
-                record.pid,
-                record.start,
-            ),
-        )
+        self._live[record.id] = record
+        self._add(_encode(record))
 
     def ended(self, id: str, state: State, reason: Reason, detail: str = "") -> None:
         """The final word."""
-        self._add(
-            "update sandbox set state=?, reason=?, detail=?, ended_at=? where id=?",
-            (state.value, reason.value, detail, time.time(), id),
-        )
-        self._ended += 1
-        if self._ended % _COMPACT_EVERY == 0:
-            self._add(
-                "delete from sandbox where ended_at is not null and ended_at < "
-                "(select ended_at from sandbox where ended_at is not null order by ended_at desc limit 1 offset ?)",
-                (KEEP_ENDED,),
-            )
+        record = self._live.pop(id, None)
+        if record is None:
+            return  # it never ran
+        record.state, record.reason, record.detail, record.ended_at = state, reason, detail, time.time()
+        self._past[id] = record
+        self._bound()
+        self._add(_encode(_Ended(id, state, reason, detail, record.ended_at)))
 
     async def commit(self) -> None:
-        """Until what was recorded so far would survive the death of this process."""
+        """Until what was recorded so far would survive the death of this process; Fault no_space when the disk is full."""
         if self._flush is not None:
-            try:
-                await asyncio.shield(self._flush)
-            except apsw.Error as error:
-                raise _unusable(self._path, error) from error
+            await asyncio.shield(self._flush)
 
-    def _add(self, sql: str, values: tuple[object, ...]) -> None:
-        self._pending.append((sql, values))
+    def close(self) -> None:
+        if self._pending:
+            self._write()
+        os.close(self._file)
+
+    def _bound(self) -> None:
+        while len(self._past) > KEEP_ENDED:
+            del self._past[next(iter(self._past))]
+
+    def _add(self, payload: bytes) -> None:
+        self._pending.append(_pack(payload))
         if self._flush is None:
             loop = asyncio.get_running_loop()
             self._flush = loop.create_future()
@@ -137,35 +173,63 @@ class Journal:
         pending, self._pending = self._pending, []
         done, self._flush = self._flush, None
         try:
-            self._db.execute("begin")
-            for sql, values in pending:
-                self._db.execute(sql, values)
-            self._db.execute("commit")
-        except apsw.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
+            self._write_out(b"".join(pending))
+            if self._size > COMPACT_FROM:
+                self._compact()
+        except OSError as error:
             if done is not None:
-                done.set_exception(error)
-                done.exception()  # a change nobody waits for is still reported by the next commit
+                done.set_exception(Fault(ErrorKind.NO_SPACE, f"the journal {self._path} cannot be written: {error.strerror}",
+                                         hint="make room on the disk of the state directory", retryable=True))  # fmt: skip
+                done.exception()  # one that nobody waits for is told by the next commit
             return
         if done is not None:
             done.set_result(None)
 
-    def close(self) -> None:
-        if self._pending:
-            self._write()
-        self._db.close()
+    def _write_out(self, data: bytes) -> None:
+        """All or nothing: a record that the full disk cut in half is cut away, so that what follows it can be read."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], self._size + written)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+
+    def _compact(self) -> None:
+        """Only what counts, in a new file that takes the old one's name."""
+        beside = self._path.with_suffix(".new")
+        records = [_encode(_Epoch(self._epoch)), *(_encode(record) for record in self.records())]
+        data = _MAGIC + b"".join(map(_pack, records))
+        if len(data) > self._size // 2:
+            return  # mostly alive: later
+        file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(file, "wb", closefd=False) as out:
+                out.write(data)
+            os.rename(beside, self._path)
+        except OSError:
+            os.close(file)
+            beside.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file, self._size = file, len(data)
 
 
-def _unusable(path: Path, error: apsw.Error) -> Fault:
-    if isinstance(error, apsw.FullError):
-        return Fault(
-            ErrorKind.NO_SPACE,
-            f"the disk that holds the journal {path} is full",
-            hint="free space there",
-            retryable=True,
-        )
-    hint = (
-        "look at the disk; a damaged journal may be moved away while nothing runs: it only names ended sandboxes then"
-    )
-    return Fault(ErrorKind.INTERNAL, f"the journal {path} cannot be used: {error}", hint=hint)
+def _pack(payload: bytes) -> bytes:
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _intact(data: bytes, position: int) -> Iterator[tuple[_Any, int]]:
+    """Records and where each ends, up to the first that is not whole."""
+    while position + _HEAD.size <= len(data):
+        length, crc = _HEAD.unpack_from(data, position)
+        start = position + _HEAD.size
+        end = start + length
+        if length > _MAX_PAYLOAD or end > len(data) or zlib.crc32(data[start:end]) != crc:
+            return
+        try:
+            yield _decode(data[start:end]), end
+        except msgspec.DecodeError:
+            return
+        position = end
