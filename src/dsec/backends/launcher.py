@@ -127,14 +127,14 @@ class LauncherClient:
     def pid(self) -> int:
         return self._process.pid
 
-    async def call(self, verb: str, fields: object = None, kind: type[T] = Empty, *, fds: Sequence[int] = ()) -> T:  # type: ignore[assignment]
+    async def call(self, verb: str, fields: msgspec.Struct | None = None, kind: type[T] = Empty, *, fds: Sequence[int] = ()) -> T:  # type: ignore[assignment]
         """One request; descriptors of the reply are closed."""
         payload, received = await self._request(verb, fields, fds)
         for fd in received:
             os.close(fd)
         return self._decode(payload, kind)
 
-    async def call_for_fd(self, verb: str, fields: object, kind: type[T]) -> tuple[T, int]:
+    async def call_for_fd(self, verb: str, fields: msgspec.Struct, kind: type[T]) -> tuple[T, int]:
         """One request whose reply carries one descriptor, which is the caller's from then on."""
         payload, received = await self._request(verb, fields, ())
         for extra in received[1:]:
@@ -149,14 +149,14 @@ class LauncherClient:
             decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
         return decoder.decode(payload)  # type: ignore[return-value]
 
-    async def _request(self, verb: str, fields: object, fds: Sequence[int]) -> tuple[bytes, list[int]]:
+    async def _request(self, verb: str, fields: msgspec.Struct | None, fds: Sequence[int]) -> tuple[bytes, list[int]]:
         if self._closed:
             raise LauncherFailed("launcher", "the launcher is gone")
         number = self._next
         self._next += 1
-        message = {"id": number, "v": verb}
+        message: dict[str, object] = {"id": number, "v": verb}
         if fields is not None:
-            message.update(msgspec.to_builtins(fields, builtin_types=(bytes,)))
+            message.update(msgspec.structs.asdict(fields))
         payload = _encode(message)
         if len(payload) > MAX_MESSAGE:
             raise Fault(ErrorKind.TOO_LARGE, f"{verb}: a message of {len(payload)} bytes is over {MAX_MESSAGE}",
