@@ -80,6 +80,8 @@ struct Tenant {
     phase: Phase,
     /// Name and file name of the socket, once it is a sandbox (or about to be).
     sandbox: Option<(String, String)>,
+    /// When it must have left its phase, where that has a deadline.
+    deadline: u64,
     /// False for sandboxes of an earlier launcher: their end shows on the pidfd, but cannot be reaped.
     child: bool,
 }
@@ -106,7 +108,7 @@ struct Launcher {
     refill_failed: bool,
     /// What the last creation asked for: what the next probably will.
     usual: Option<Promise>,
-    /// When each slot under way must have arrived, in order.
+    /// Deadlines in order, with their slots. One counts only if it is (still) its tenant's: numbers are used again.
     deadlines: VecDeque<(u64, u32)>,
     retries: VecDeque<(u64, u32)>,
     freezes: Vec<verbs::Freeze>,
@@ -264,7 +266,9 @@ impl Launcher {
         }
         while self.deadlines.front().is_some_and(|(when, _)| *when <= now) {
             if let Some((when, slot)) = self.deadlines.pop_front() {
-                self.expire(slot, when);
+                if self.tenants.get(&slot).is_some_and(|tenant| tenant.deadline == when) {
+                    self.expire(slot);
+                }
             }
         }
         while self.queue.front().is_some_and(|(_, since)| since + CREATE_DEADLINE_US <= now) {

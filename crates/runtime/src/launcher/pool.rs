@@ -71,8 +71,9 @@ impl Launcher {
         let watched = self.poller.add(slot.pidfd.as_raw_fd(), Token::End(number));
         let control = slot.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let watched = watched.and_then(|()| self.poller.add(control, Token::Answer(number)));
-        self.deadlines.push_back((now_us() + CREATE_DEADLINE_US, number));
-        self.tenants.insert(number, Tenant { slot, phase: Phase::Preparing, sandbox: None, child: true });
+        let tenant = Tenant { slot, phase: Phase::Preparing, sandbox: None, deadline: 0, child: true };
+        self.tenants.insert(number, tenant);
+        self.set_deadline(number);
         if let Err(failure) = watched.at("slot", || "watch PID 1".into()) {
             self.slot_failed(failure);
             self.dispose(number);
@@ -190,20 +191,22 @@ impl Launcher {
         self.dispose(number);
     }
 
-    /// A deadline has come; it may be that of an earlier phase.
-    pub fn expire(&mut self, number: u32, when: u64) {
-        let Some(tenant) = self.tenants.get(&number) else { return };
-        match &tenant.phase {
-            Phase::Preparing => {}
-            Phase::Entering(entering) if entering.received_us + CREATE_DEADLINE_US <= when => {}
-            _ => return,
+    /// From now the slot has so long to get where it is going.
+    pub fn set_deadline(&mut self, number: u32) {
+        let when = now_us() + CREATE_DEADLINE_US;
+        if let Some(tenant) = self.tenants.get_mut(&number) {
+            tenant.deadline = when;
+            self.deadlines.push_back((when, number));
         }
-        self.fail_birth(
-            number,
-            "birth",
-            "PID 1 was not ready in 30 s; the machine is overloaded".into(),
-            libc::ETIMEDOUT,
-        );
+    }
+
+    /// The slot's deadline has come.
+    pub fn expire(&mut self, number: u32) {
+        let late = |t: &Tenant| matches!(t.phase, Phase::Preparing | Phase::Entering(_));
+        if self.tenants.get(&number).is_some_and(late) {
+            let text = "PID 1 was not ready in 30 s; the machine is overloaded";
+            self.fail_birth(number, "birth", text.into(), libc::ETIMEDOUT);
+        }
     }
 
     /// PID 1 is dead: of itself, or because it is being removed.

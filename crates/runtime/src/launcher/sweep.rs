@@ -41,7 +41,7 @@ impl Launcher {
             let slot = Slot::adopted(number, pid, start, pidfd, upper, target);
             self.names.insert(name.clone(), number);
             let sandbox = Some((name, link.clone()));
-            self.tenants.insert(number, Tenant { slot, phase: Phase::Live, sandbox, child: false });
+            self.tenants.insert(number, Tenant { slot, phase: Phase::Live, sandbox, deadline: 0, child: false });
         }
     }
 

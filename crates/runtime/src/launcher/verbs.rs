@@ -2,7 +2,7 @@
 
 use super::slot::Promise;
 use super::wire::{Reply, Request, UppersStatus, Verb};
-use super::{Entering, Launcher, Phase, CREATE_DEADLINE_US};
+use super::{Entering, Launcher, Phase};
 use crate::birth::Birth;
 use crate::cgroup::{Kind, Limits};
 use crate::sys::{c, now_us, At, Failure};
@@ -158,7 +158,7 @@ impl Launcher {
         tenant.slot.bear(&self.tools, &layers, promise, birth)?;
         tenant.phase = Phase::Entering(Entering { request: request.id, received_us, sent_us: now_us() });
         self.entering += 1;
-        self.deadlines.push_back((received_us.max(now_us() - 1) + CREATE_DEADLINE_US, number));
+        self.set_deadline(number);
         Ok(())
     }
 
