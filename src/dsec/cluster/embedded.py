@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import select
@@ -111,7 +112,7 @@ def status(state: Path | str | None = None) -> LocalStatus:
 
 def up(
     state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
-    name: str = "local", store: Path | None = None, uppers: str = "btrfs",
+    store: Path | None = None, uppers: str = "btrfs",
 ) -> Endpoint:  # fmt: skip
     """Starts what of edge and apiserver does not run yet; both outlive the caller. Fault says what is missing."""
     directory = state_dir(state)
@@ -119,7 +120,7 @@ def up(
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(directory):
         return _start(
-            directory, run_dir(directory), host=host, port=port, name=name, store=store or store_dir(),
+            directory, run_dir(directory), host=host, port=port, store=store or store_dir(),
             max_sandboxes=max_sandboxes, uppers=uppers, lifeline=None,
         )  # fmt: skip
 
@@ -132,12 +133,24 @@ def down(state: Path | str | None = None) -> bool:
         return False
     with _locked(directory):
         running = [known for role in _ROLES if (known := _read_pid(run, role)) is not None]
-        for known in running:
-            _end(known)
-        for role in _ROLES:
-            (run / "pids" / role).unlink(missing_ok=True)
+        _stop(directory, run, uppers=None)
         (directory / "endpoint.json").unlink(missing_ok=True)
         return bool(running)
+
+
+def _stop(directory: Path, run: Path, *, uppers: str | None, store: Path | None = None) -> None:
+    """Ends the processes. An edge that crashed left sandboxes that nobody has any more: another one removes them first."""
+    crashed = (run / "pids" / "edge").exists() and _read_pid(run, "edge") is None
+    for role in _ROLES:
+        if (known := _read_pid(run, role)) is not None:
+            _end(known)
+    if crashed:
+        kind = uppers or ("btrfs" if (directory / "uppers.btrfs").exists() else "dir")
+        _spawn("edge", _edge_arguments(directory, run, store or store_dir(), kind), directory, run, lifeline=None)
+        if (sweeper := _read_pid(run, "edge")) is not None:
+            _end(sweeper)
+    for role in _ROLES:
+        (run / "pids" / role).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -156,20 +169,19 @@ def private(
     ephemeral = state is None
     directory = Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp")) if state is None else state_dir(state)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run = run_dir(directory)
     read_end, write_end = os.pipe()  # the lifeline: only we hold the end for writing
     try:
-        name = "e" + secrets.token_hex(4)
-        endpoint = _start(
-            directory, directory / "run", host="127.0.0.1", port=0, name=name, store=store or store_dir(),
-            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=read_end, ephemeral=ephemeral,
-        )  # fmt: skip
+        with _locked(directory):
+            _require_idle(directory)
+            endpoint = _start(
+                directory, run, host="127.0.0.1", port=0, store=store or store_dir(),
+                max_sandboxes=max_sandboxes, uppers=uppers, lifeline=read_end, ephemeral=ephemeral,
+            )  # fmt: skip
         try:
             yield endpoint
         finally:
-            for role in _ROLES:
-                known = _read_pid(directory / "run", role)
-                if known is not None:
-                    _end(known)
+            _stop(directory, run, uppers=uppers, store=store)
     finally:
         os.close(write_end)
         os.close(read_end)
@@ -184,6 +196,29 @@ def _require_root() -> None:
     if os.geteuid() != 0:
         raise Fault(ErrorKind.PERMISSION, "DSec makes namespaces, mounts and cgroups: it has to be started as root",
                     hint="run it with sudo")  # fmt: skip
+
+
+def _require_idle(directory: Path) -> None:
+    """A private platform ends with its owner, so it must not be one that somebody else started."""
+    running = [process.role for process in status(directory).processes if process.pid is not None]
+    if running:
+        raise Fault(
+            ErrorKind.CONFLICT,
+            f"a platform runs on {directory} already ({' and '.join(running)})",
+            hint="use it through DSecClient, end it with `dsec down`, or choose another state directory",
+        )
+
+
+def _edge_name(directory: Path) -> str:
+    """Names the edge's groups on this machine, so it is another for each state directory, and the same at each start there."""
+    if directory == DEFAULT_STATE:
+        return "local"
+    return "e" + hashlib.blake2s(os.fsencode(directory.resolve()), digest_size=6).hexdigest()
+
+
+def _edge_arguments(directory: Path, run: Path, store: Path, uppers: str) -> list[str]:
+    where = {"name": _edge_name(directory), "state": directory, "run": run, "store": store, "uppers": uppers}
+    return [word for option, value in where.items() for word in (f"--{option}", str(value))]
 
 
 @contextlib.contextmanager
@@ -210,7 +245,7 @@ def _key_file(directory: Path) -> Path:
 
 
 def _start(
-    directory: Path, run: Path, *, host: str, port: int, name: str, store: Path, max_sandboxes: int | None, uppers: str,
+    directory: Path, run: Path, *, host: str, port: int, store: Path, max_sandboxes: int | None, uppers: str,
     lifeline: int | None, ephemeral: bool = False,
 ) -> Endpoint:  # fmt: skip
     for path in (run, run / "pids", directory / "logs"):
@@ -222,29 +257,24 @@ def _start(
     extra = ["--ephemeral"] if ephemeral else []
     if max_sandboxes is not None:
         extra += ["--max-sandboxes", str(max_sandboxes)]
-    if _read_pid(run, "edge") is None:
-        arguments = [
-            "--name",
-            name,
-            "--state",
-            str(directory),
-            "--run",
-            str(run),
-            "--store",
-            str(store),
-            "--uppers",
-            uppers,
-        ]
-        _spawn("edge", [*arguments, *extra], directory, run, lifeline=lifeline)
     if (old := _read_pid(run, "apiserver")) is not None:
         _end(old)
-    with _bind(host, port) as listener:
+    fresh = _read_pid(run, "edge") is None
+    with _bind(host, port) as listener:  # first, since it is what fails most often
+        if fresh:
+            arguments = [*_edge_arguments(directory, run, store, uppers), *extra]
+            _spawn("edge", arguments, directory, run, lifeline=lifeline)
         url = f"http://{host}:{listener.getsockname()[1]}"
-        _spawn(
-            "apiserver",
-            ["--fd", str(listener.fileno()), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)],
-            directory, run, lifeline=lifeline, keep=(listener.fileno(),),
-        )  # fmt: skip
+        try:
+            _spawn(
+                "apiserver",
+                ["--fd", str(listener.fileno()), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)],
+                directory, run, lifeline=lifeline, keep=(listener.fileno(),),
+            )  # fmt: skip
+        except BaseException:
+            if fresh:
+                _stop(directory, run, uppers=uppers, store=store)
+            raise
     endpoint = Endpoint(url=url, key_file=str(key_file), state=str(directory), run=str(run))
     temporary = directory / "endpoint.json.tmp"
     temporary.write_bytes(msgspec.json.encode(endpoint))

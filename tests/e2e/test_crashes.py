@@ -1,0 +1,131 @@
+"""Processes of the platform die, or stand in each other's way: what becomes of sandboxes, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec import DSecClient, DSecContainerRunArgs, SandboxUnavailable, State
+from dsec.cluster import embedded
+from dsec.protocol.errors import ErrorKind, Fault
+
+from .conftest import BASE
+from .leftovers import traces
+
+pytestmark = pytest.mark.e2e
+ARGS = DSecContainerRunArgs(container_image=BASE)
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def nothing_of_this_test_is_left() -> Iterator[None]:
+    """Around the platforms of one test; others may run beside it, so only what is new counts."""
+    before = traces()
+    yield
+    # pools of platforms beside this one renew themselves: only processes that no live edge has could be leftovers
+    left = traces().minus(before)
+    assert (left.cgroups, left.loops, left.directories) == (frozenset(), frozenset(), frozenset()), f"left: {left}"
+
+
+@pytest.fixture
+def states(nothing_of_this_test_is_left: None) -> Iterator[list[Path]]:
+    """Two state directories, whose platforms are ended."""
+    made = [Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp")) for _ in range(2)]
+    yield made
+    for state in made:
+        embedded.down(state)
+        shutil.rmtree(state)
+
+
+def client_of(endpoint: embedded.Endpoint) -> DSecClient:
+    return DSecClient(endpoint.url, Path(endpoint.key_file).read_text().strip())
+
+
+def pid_of(state: Path, role: str) -> int:
+    [pid] = [process.pid for process in embedded.status(state).processes if process.role == role]
+    assert pid is not None
+    return pid
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and wait until it is gone."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert select.select([pidfd], [], [], DEADLINE)[0]
+    finally:
+        os.close(pidfd)
+
+
+def launcher_of(edge: int) -> int:
+    children = Path(f"/proc/{edge}/task/{edge}/children").read_text().split()
+    [launcher] = [int(pid) for pid in children if b"launcher" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return launcher
+
+
+async def test_platforms_of_two_state_directories_leave_each_other_alone(states: list[Path]) -> None:
+    async with client_of(embedded.up(states[0], port=0)) as one:
+        sandbox = await one.run(ARGS)
+        async with client_of(embedded.up(states[1], port=0)) as two, two.run(ARGS) as other:
+            assert (await other.run_shell("echo two")).text == "two\n"
+            assert (await sandbox.run_shell("echo one")).text == "one\n"
+        embedded.down(states[1])
+        assert (await sandbox.run_shell("echo one")).text == "one\n"
+        assert (await (await one.run(ARGS)).run_shell("echo new")).text == "new\n"
+
+
+async def test_down_removes_what_a_crashed_edge_left(states: list[Path]) -> None:
+    async with client_of(embedded.up(states[0], port=0)) as client:
+        await client.run(ARGS)
+    kill(pid_of(states[0], "edge"))
+    embedded.down(states[0])
+    assert not embedded.status(states[0]).running
+    name = embedded._edge_name(states[0])
+    assert not [group for group in traces().cgroups if group.endswith(f"dsec-{name}")]
+
+
+async def test_a_private_platform_whose_edge_crashed_leaves_nothing(nothing_of_this_test_is_left: None) -> None:
+    with embedded.private() as endpoint:
+        async with client_of(endpoint) as client:
+            await client.run(ARGS)
+        kill(pid_of(Path(endpoint.state), "edge"))
+    assert not Path(endpoint.state).exists()
+
+
+async def test_a_lost_launcher_ends_its_sandboxes_by_name_and_is_replaced(states: list[Path]) -> None:
+    async with client_of(embedded.up(states[0], port=0)) as client:
+        sandbox = await client.run(ARGS)
+        kill(launcher_of(pid_of(states[0], "edge")))
+        async with asyncio.timeout(DEADLINE):
+            while (await sandbox.info()).state is not State.STOPPED:
+                await asyncio.sleep(0.05)
+        with pytest.raises(SandboxUnavailable) as caught:
+            await sandbox.run_shell("true")
+        assert caught.value.reason in ("edge_restart", "agent_lost")
+        async with client.run(ARGS) as next_one:
+            assert (await next_one.run_shell("echo on")).text == "on\n"
+
+
+def test_a_port_that_is_taken_leaves_nothing_running(states: list[Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(Fault) as caught:
+            embedded.up(states[0], port=taken.getsockname()[1])
+    assert caught.value.body.kind is ErrorKind.CONFLICT and "--port" in caught.value.body.hint
+    assert [process.pid for process in embedded.status(states[0]).processes] == [None, None]
+
+
+def test_a_private_platform_is_never_somebody_elses(states: list[Path]) -> None:
+    embedded.up(states[0], port=0)
+    with pytest.raises(Fault) as caught, embedded.private(states[0]):
+        pass
+    assert caught.value.body.kind is ErrorKind.CONFLICT
+    assert embedded.status(states[0]).running
