@@ -269,6 +269,9 @@ async def test_out_of_memory_is_typed_and_survived(client: DSecClient) -> None:
     async with client.run(args) as sandbox:
         result = await sandbox.exec(["python3", "-c", "x = bytearray(400 << 20)"])
         assert (result.signal, result.reason) == ("KILL", "oom") and "64" in result.detail
+        result = await sandbox.run_shell("python3 -c 'x = bytearray(400 << 20)'; exit $?")
+        assert (result.exit_code, result.reason) == (137, "oom"), "a shell tells of its child's end"
+        assert (await sandbox.run_shell("exit 137")).reason is None
         assert (await sandbox.run_shell("echo alive")).text == "alive\n"
 
 
@@ -363,6 +366,8 @@ async def test_changes(sandbox: Sandbox) -> None:
     assert by_path[b"src/link"].target == b"new.py" and b"other" not in by_path
     everything = {change.path: change.kind for change in (await sandbox.changes()).changes}
     assert everything[b"etc/issue"] is ChangeKind.DELETE and everything[b"other"] is ChangeKind.WRITE
+    with pytest.raises(InvalidRequest, match="max_bytes"):
+        await sandbox.changes(max_bytes=1 << 40)
 
 
 # -- life --------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,15 @@ A caller that goes away never touches a command: its exec id attaches again late
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import ExitStack
 
 import msgspec
 
+from dsec.backends.launcher import LauncherFailed
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call, Data, LinkStream, Note, decode
-from dsec.protocol.specs import ExecDone, ExecSpec
+from dsec.protocol.specs import ExecDone, ExecSpec, State
 
 from .lifecycle import Lifecycle
 from .sandbox import Sandbox
@@ -44,6 +46,7 @@ _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin
                 "max_output_bytes", "merge_stderr", "detached", "cursor", "follow")  # fmt: skip
 _OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
 _RESENDABLE = frozenset(("exec.attach", "exec.list", "fs.stat", "fs.list", "fs.read", "fs.tar"))
+_KILLED = 128 + signal.SIGKILL
 _UPLOADS = frozenset(("fs.write", "fs.untar"))
 
 
@@ -128,14 +131,19 @@ class Relay:
     async def _done(self, sandbox: Sandbox, reply: bytes) -> ExecDone:
         done = decode(reply, ExecDone)
         reason, detail = None, ""
-        if done.signal == "KILL" and done.timed_out is None:
+        if done.exit_code == _KILLED and done.timed_out is None:  # by a signal, or a shell says so of its child
             reason, detail = await self._why_killed(sandbox)
         sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({reason})" if reason else ""))
         return msgspec.structs.replace(done, incarnation=sandbox.incarnation, reason=reason, detail=detail)
 
     async def _why_killed(self, sandbox: Sandbox) -> tuple[str | None, str]:
         """A command died of SIGKILL: the kernel's counters tell whether the memory limit did it."""
-        usage = await self._lifecycle.backend.usage(sandbox.id)
+        try:
+            usage = await self._lifecycle.backend.usage(sandbox.id)
+        except LauncherFailed:
+            if sandbox.state is not State.RUNNING:
+                raise sandbox.unavailable() from None
+            return None, ""
         if usage.oom_kills <= sandbox.oom_kills:
             return None, ""
         sandbox.oom_kills = usage.oom_kills

@@ -35,6 +35,7 @@ from .relay import Relay, Target
 from .sandbox import Sandbox
 
 MAX_BURST = 100_000
+MAX_CHANGES = 256 * 1024 * 1024  # one file's contents are held whole on their way
 _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
 _EXEC_METHODS = ("exec.write", "exec.close_stdin", "exec.signal", "exec.list")
 
@@ -215,6 +216,12 @@ class Service:
 
     async def changes(self, call: Call) -> object:
         params = call.params(_Changes)
+        if not 0 <= params.max_bytes <= MAX_CHANGES:
+            raise Fault(
+                ErrorKind.INVALID,
+                f"max_bytes: {params.max_bytes} is not between 0 and {MAX_CHANGES}",
+                hint="narrow `include`, or fetch large files with files.download",
+            )
         sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
         count, truncated = 0, False
         with sandbox.activity():
