@@ -276,7 +276,7 @@ class FakeEdge:
         if args.container_image == "slow":
             raise Fault(ErrorKind.CREATE_FAILED, "took too long", stage="timeout.launch", retryable=True)
         box = self.by_key.get(args.idempotency_key or "")
-        if box is None:
+        if box is None or box.state is not State.RUNNING:  # a key means the same sandbox while that lives
             live = [box for box in self.boxes.values() if box.state is State.RUNNING]
             if len(live) >= self.max_sandboxes:
                 raise Fault(

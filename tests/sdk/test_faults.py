@@ -69,6 +69,100 @@ async def test_a_lost_reply_makes_nothing_twice(edge: FakeEdge) -> None:
         assert len(edge.boxes) == 6
 
 
+class Gate:
+    """Lets the first creations pass; the others wait until it is opened."""
+
+    def __init__(self, passing: int) -> None:
+        self._passing = passing
+        self.opened = asyncio.Event()
+
+    async def wait(self) -> None:
+        self._passing -= 1
+        if self._passing < 0:
+            await self.opened.wait()
+
+
+async def test_a_burst_that_breaks_asks_only_for_what_is_missing(edge: FakeEdge) -> None:
+    port = free_port()
+    gate = Gate(2)
+    edge.hold_creation = gate  # type: ignore[assignment]
+    async with apiserver(edge.directory, edge, port=port) as url:
+        client = DSecClient(url, KEY, request_timeout=20)
+        burst = client.run_many(BASE, count=5)
+        await burst.__aenter__()
+        taken = [await anext(burst) for _ in range(2)]
+        for outcome in taken:
+            await outcome.sandbox.stop()
+    gate.opened.set()
+    async with apiserver(edge.directory, edge, port=port):
+        rest = [outcome async for outcome in burst]
+        assert sorted(outcome.index for outcome in taken + rest) == [0, 1, 2, 3, 4]
+        assert all(outcome.ok for outcome in rest)
+        await burst.__aexit__(None, None, None)
+        alive = [info.id async for info in client.list(states=[State.CREATING, State.RUNNING])]
+        assert sorted(alive) == sorted(outcome.sandbox.id for outcome in rest if outcome.claimed) == []
+        assert len(edge.boxes) == 2 + 3 + 3, "two that were used, three that were cut off, three again"
+        await client.close()
+
+
+async def test_a_burst_of_one_that_is_left_is_stopped_by_its_key(edge: FakeEdge) -> None:
+    async with apiserver(edge.directory, edge) as url, DSecClient(url, KEY) as client:
+        async with client.run_many(BASE, count=1):
+            while not any(box.args.idempotency_key for box in edge.boxes.values()):
+                await asyncio.sleep(0.01)
+        keys = [box.args.idempotency_key or "" for box in edge.boxes.values()]
+        assert len(keys) == 1 and keys[0].startswith("bu-") and keys[0].endswith("/0")
+        assert [info async for info in client.list(states=[State.RUNNING])] == []
+
+
+class Clock:
+    """The time module as a module under test sees it, with hours that pass at once."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+async def test_a_silent_command_is_followed_across_a_restart(edge: FakeEdge, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, clock = free_port(), Clock()
+    monkeypatch.setattr("dsec.sdk.process.time", clock)
+    async with apiserver(edge.directory, edge, port=port) as url:
+        client = DSecClient(url, KEY, request_timeout=20)
+        sandbox = await client.run(BASE)
+        process = await sandbox.start("echo a; until test -e go; do sleep 0.05; done; echo b")
+        events = process.events()
+        assert await anext(events) == Stdout(b"a\n", 0)
+        clock.ahead = 3600
+        following = asyncio.ensure_future(anext(events))
+        while edge.calls.count("exec.attach") < 1:
+            await asyncio.sleep(0.01)
+    (edge.boxes[sandbox.id].root / "go").touch()
+    async with apiserver(edge.directory, edge, port=port):
+        assert await following == Stdout(b"b\n", 2)
+        await client.close()
+
+
+async def test_a_creation_that_took_long_is_still_found_after_a_restart(
+    edge: FakeEdge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, clock = free_port(), Clock()
+    monkeypatch.setattr("dsec.sdk.transport.time", clock)
+    edge.hold_creation = asyncio.Event()
+    async with apiserver(edge.directory, edge, port=port) as url:
+        client = DSecClient(url, KEY, request_timeout=20)
+        await client.open()
+        creation = asyncio.ensure_future(client.run(BASE, timeout=600))
+        while not edge.boxes:
+            await asyncio.sleep(0.01)
+        clock.ahead = 300
+    edge.hold_creation.set()
+    async with apiserver(edge.directory, edge, port=port):
+        assert (await (await creation).info()).state is State.RUNNING
+        await client.close()
+
+
 async def test_without_an_edge_errors_are_typed_and_quick(edge: FakeEdge) -> None:
     async with apiserver(edge.directory, edge) as url:
         async with DSecClient(url, KEY, request_timeout=0.5) as client:

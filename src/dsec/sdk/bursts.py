@@ -76,15 +76,22 @@ class Burst:
         own = self._args[0].idempotency_key if len(self._args) == 1 else None
         key = own or f"bu-{secrets.token_hex(10)}"
         request: dict[str, object] = {"timeout": self._timeout}
-        if len(self._args) == 1:
+        if len(self._args) == 1 and self._count > 1:
             request |= {"args": msgspec.structs.replace(self._args[0], idempotency_key=key), "count": self._count}
         else:
             request["args"] = [self._keyed(index, key) for index in range(self.total)]
         return key, encode(request)
 
+    def _missing(self) -> tuple[Sequence[int], bytes]:
+        """(indices still without an outcome, the request for them). What came may have been used and ended since, and a key
+        means the same sandbox only while that lives; so it is not asked for again."""
+        missing = [index for index in range(self.total) if index not in self._outcomes]
+        args = [self._keyed(index, self._key) for index in missing]
+        return missing, encode({"timeout": self._timeout, "args": args})
+
     def _keyed(self, index: int, key: str) -> DSecContainerRunArgs:
         args = self._args[index // self._count]
-        if args.idempotency_key is None:
+        if args.idempotency_key is None or len(self._args) == 1:
             return msgspec.structs.replace(args, idempotency_key=f"{key}/{index}")
         if self._count > 1:
             return msgspec.structs.replace(args, idempotency_key=f"{args.idempotency_key}/{index}")
@@ -127,15 +134,20 @@ class Burst:
 
     async def _outcomes_of_all_connections(self) -> AsyncIterator[Outcome]:
         """Outcomes as they come; a lost connection is made anew and what was seen already is skipped."""
-        deadline = time.monotonic() + self._transport.request_timeout
+        patience = self._transport.request_timeout + self._timeout  # a busy node may rightly be silent for `timeout`
+        deadline = time.monotonic() + patience
+        asked: Sequence[int] = range(self.total)
+        body = self._body
         while len(self._outcomes) < self.total:
+            if self._outcomes:
+                asked, body = self._missing()
             try:
                 async with self._transport.stream(
-                    "POST", "/v1/sandboxes", body=self._body, wait=self._timeout, accept=NDJSON
+                    "POST", "/v1/sandboxes", body=body, wait=self._timeout, accept=NDJSON
                 ) as response:
                     async for line in json_lines(response):
-                        deadline = time.monotonic() + self._transport.request_timeout
-                        outcome = self._outcome(decode(line, CreateOutcome))
+                        deadline = time.monotonic() + patience
+                        outcome = self._outcome(decode(line, CreateOutcome), asked)
                         if outcome is not None:
                             yield outcome
                 if len(self._outcomes) < self.total:
@@ -145,16 +157,17 @@ class Burst:
                     raise
                 await asyncio.sleep(_RETRY_S)
 
-    def _outcome(self, line: CreateOutcome) -> Outcome | None:
-        if line.index in self._outcomes:
+    def _outcome(self, line: CreateOutcome, asked: Sequence[int]) -> Outcome | None:
+        index = asked[line.index]
+        if index in self._outcomes:
             return None
         sandbox, error = None, None
         if line.created is not None:
             sandbox = Sandbox(self._transport, line.created.id, line.created.incarnation, owned=True)
         else:
             error = from_body(msgspec.convert(line.error, ErrorBody))
-        outcome = Outcome(line.index, self._args[line.index // self._count], sandbox, error)
-        self._outcomes[line.index] = outcome
+        outcome = Outcome(index, self._args[index // self._count], sandbox, error)
+        self._outcomes[index] = outcome
         return outcome
 
     async def _stop_unclaimed(self) -> None:

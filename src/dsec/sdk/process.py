@@ -56,6 +56,7 @@ class Process:
                     if isinstance(event, Exit):
                         return
                     cursor = event.offset + len(event.data)
+                deadline = time.monotonic() + self._transport.request_timeout  # it held until now, however silent
                 raise ConnectionLost("the stream ended before the command", retryable=True)
             except ConnectionLost:
                 if time.monotonic() > deadline:

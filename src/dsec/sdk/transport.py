@@ -153,14 +153,19 @@ class Transport:
         wait: float = 0.0,
         repeat: bool = True,
     ) -> Reply:
-        """One request, whole answer. With `repeat`, tried again while the connection is lost, for `request_timeout` at most."""
-        deadline = time.monotonic() + self.request_timeout
+        """One request, whole answer. With `repeat`, tried again while the connection is lost, for `request_timeout` at most.
+
+        That time begins when the connection is lost, since the answer may rightly take `wait` seconds to come.
+        """
+        deadline, lost = time.monotonic() + self.request_timeout, False
         delay = _FIRST_DELAY
         while True:
             try:
                 async with self.stream(method, path, query=query, body=body, target=target, wait=wait) as response:
                     return Reply(response.status, response.headers, await _read(response, target))
-            except ConnectionLost:
+            except ConnectionLost as error:
+                if not lost and not isinstance(error, ConnectTimeout):
+                    deadline, lost = time.monotonic() + self.request_timeout, True
                 if not (repeat and self.reached) or time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
