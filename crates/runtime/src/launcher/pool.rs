@@ -42,7 +42,7 @@ impl Launcher {
         let Some(number) = self.ids.take() else {
             return self.slot_failed(Failure::new("slot", "all id ranges are taken", libc::EUSERS));
         };
-        match Begun::begin(number, &self.tools) {
+        match Begun::begin(number, &mut self.tools) {
             Ok(begun) => {
                 self.preparing += 1;
                 self.begun.push_back(begun);

@@ -68,7 +68,7 @@ pub fn parse_socket_name(name: &str) -> Option<(u32, i32, u64)> {
 impl Begun {
     /// Makes groups and upper, and orders a PID 1. On failure what was made lies under the slot's number, for the launcher
     /// to remove.
-    pub fn begin(number: u32, tools: &Tools) -> Result<Self, Failure> {
+    pub fn begin(number: u32, tools: &mut Tools) -> Result<Self, Failure> {
         let root = root_of(number);
         let group = tools.cgroups.make(number, root)?;
         let upper = tools.uppers.make(number, root)?;

@@ -68,7 +68,7 @@ impl Launcher {
             if let Some((_, link)) = sandbox {
                 let _ = sys::unlinkat(sockets, &c(link.as_str()), 0);
             }
-            if let Err(failure) = self.tools.uppers.remove(number) {
+            if let Err(failure) = self.tools.uppers.empty(number, slot.upper) {
                 log(&failure);
             }
         }
@@ -141,6 +141,7 @@ impl Launcher {
                 log(&failure);
             }
         }
+        self.tools.uppers.remove_idle();
         self.tools.zygote.end();
         self.tools.cgroups.leave();
     }

@@ -4,23 +4,28 @@
 //! Plain directories where that is not to be had: no hard limit, usage by walking (the edge watches).
 
 use crate::sys::{self, btrfs, c, loopdev, mount, At, Errno, Failure};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::Command;
 
 const STAGE: &str = "upper";
 /// Nothing here outlives the machine's next start, so nothing is flushed for its sake.
-const OPTIONS: [(&std::ffi::CStr, Option<&std::ffi::CStr>); 5] = [
-    (c"nobarrier", None),
-    (c"nodatasum", None),
-    (c"discard", Some(c"async")),
-    (c"commit", Some(c"120")),
-    (c"space_cache", Some(c"v2")),
-];
+const OPTIONS: [(&CStr, Option<&CStr>); 4] =
+    [(c"nobarrier", None), (c"nodatasum", None), (c"discard", Some(c"async")), (c"space_cache", Some(c"v2"))];
 
 pub enum Uppers {
-    Btrfs { root: OwnedFd, groups: Option<OwnedFd>, quota: &'static str },
-    Directory { root: OwnedFd },
+    Btrfs {
+        root: OwnedFd,
+        groups: Option<OwnedFd>,
+        quota: &'static str,
+        /// Empty subvolumes that wait for the next tenant of their slot.
+        idle: HashMap<u32, Upper>,
+    },
+    Directory {
+        root: OwnedFd,
+    },
 }
 
 /// A filesystem that is ready to be attached at `/u`.
@@ -135,6 +140,10 @@ pub struct Upper {
     pub id: u64,
 }
 
+const UPPER: &CStr = c"u";
+const WORK: &CStr = c"w";
+const SHM: &CStr = c"s";
+
 fn name(slot: u32) -> String {
     format!("s{slot}")
 }
@@ -155,7 +164,7 @@ impl Uppers {
             return Ok(Uppers::Directory { root });
         }
         let quota = btrfs::enable_quota(&root).at(STAGE, || "enable quotas of the uppers".into())?;
-        Ok(Uppers::Btrfs { root, groups: prepared.groups, quota })
+        Ok(Uppers::Btrfs { root, groups: prepared.groups, quota, idle: HashMap::new() })
     }
 
     fn root(&self) -> &OwnedFd {
@@ -183,35 +192,42 @@ impl Uppers {
         format!("/u/{}", name(slot))
     }
 
-    pub fn make(&self, slot: u32, owner: u32) -> Result<Upper, Failure> {
+    pub fn make(&mut self, slot: u32, owner: u32) -> Result<Upper, Failure> {
         let name = name(slot);
         let at = || format!("create upper {name}");
-        let root = self.root().as_raw_fd();
+        let mut known = None;
         match self {
-            Uppers::Btrfs { root, .. } => btrfs::create_subvolume(root, &name).at(STAGE, at)?,
-            Uppers::Directory { .. } => sys::mkdirat(root, &c(name.as_str()), 0o711).at(STAGE, at)?,
-        }
-        let own = sys::openat(root, &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
-        for (directory, mode) in [(c"u", 0o755), (c"w", 0o700), (c"s", 0o1777)] {
-            sys::mkdirat(own.as_raw_fd(), directory, mode).at(STAGE, at)?;
-            if mode == 0o1777 {
-                unsafe { crate::sys!(SYS_fchmodat, own.as_raw_fd(), directory.as_ptr(), mode) }.at(STAGE, at)?;
+            Uppers::Btrfs { root, idle, .. } => {
+                known = idle.remove(&slot);
+                if known.is_none() {
+                    btrfs::create_subvolume(root, &name).at(STAGE, at)?;
+                }
             }
+            Uppers::Directory { root } => sys::mkdirat(root.as_raw_fd(), &c(name.as_str()), 0o711).at(STAGE, at)?,
+        }
+        let own = self.open_slot(&name).at(STAGE, at)?;
+        for (directory, mode) in [(UPPER, 0o755), (WORK, 0o700), (SHM, 0o777)] {
+            sys::mkdirat(own.as_raw_fd(), directory, mode).at(STAGE, at)?;
             sys::fchownat(own.as_raw_fd(), directory, owner, owner).at(STAGE, at)?;
         }
-        let id = match self {
-            Uppers::Btrfs { .. } => btrfs::subvolume_id(&own).at(STAGE, at)?,
-            Uppers::Directory { .. } => 0,
-        };
-        Ok(Upper { id })
+        unsafe { crate::sys!(SYS_fchmodat, own.as_raw_fd(), SHM.as_ptr(), 0o1777) }.at(STAGE, at)?;
+        match (self, known) {
+            (_, Some(upper)) => Ok(upper),
+            (Uppers::Btrfs { .. }, None) => Ok(Upper { id: btrfs::subvolume_id(&own).at(STAGE, at)? }),
+            (Uppers::Directory { .. }, None) => Ok(Upper { id: 0 }),
+        }
+    }
+
+    fn open_slot(&self, name: &str) -> sys::Result<OwnedFd> {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+        sys::openat(self.root().as_raw_fd(), &c(name), flags, 0)
     }
 
     /// An upper that is there already.
     pub fn find(&self, slot: u32) -> Result<Upper, Failure> {
         let name = name(slot);
         let at = || format!("open upper {name}");
-        let root = self.root().as_raw_fd();
-        let own = sys::openat(root, &c(name.as_str()), libc::O_RDONLY | libc::O_DIRECTORY, 0).at(STAGE, at)?;
+        let own = self.open_slot(&name).at(STAGE, at)?;
         let id = match self {
             Uppers::Btrfs { .. } => btrfs::subvolume_id(&own).at(STAGE, at)?,
             Uppers::Directory { .. } => 0,
@@ -247,12 +263,30 @@ impl Uppers {
             .at(STAGE, || "open the spill directory".into())
     }
 
+    /// Removes what a tenant wrote. The emptied subvolume is kept for the slot's next one if that took little: the kernel
+    /// needs half a millisecond, later and in the background, for each subvolume that it has to destroy.
+    pub fn empty(&mut self, slot: u32, upper: Upper) -> Result<(), Failure> {
+        let name = name(slot);
+        let emptied = matches!(self, Uppers::Btrfs { .. })
+            && self.open_slot(&name).is_ok_and(|own| clear(own.as_raw_fd(), &mut EMPTY_BY_HAND.clone()).is_ok());
+        match self {
+            Uppers::Btrfs { idle, .. } if emptied => {
+                idle.insert(slot, upper);
+                Ok(())
+            }
+            _ => self.remove(slot),
+        }
+    }
+
     /// Removes an upper; one that is not there is no error.
-    pub fn remove(&self, slot: u32) -> Result<(), Failure> {
+    pub fn remove(&mut self, slot: u32) -> Result<(), Failure> {
         let name = name(slot);
         let removed = match self {
-            Uppers::Btrfs { root, .. } => btrfs::destroy_subvolume(root, &name),
-            Uppers::Directory { root } => remove_tree(root.as_raw_fd(), &c(name.as_str()), 0),
+            Uppers::Btrfs { root, idle, .. } => {
+                idle.remove(&slot);
+                btrfs::destroy_subvolume(root, &name)
+            }
+            Uppers::Directory { root } => remove_tree(root.as_raw_fd(), &c(name.as_str())),
         };
         match removed {
             Err(Errno(libc::ENOENT)) => Ok(()),
@@ -260,10 +294,20 @@ impl Uppers {
         }
     }
 
+    /// Removes what only waits to be used again.
+    pub fn remove_idle(&mut self) {
+        if let Uppers::Btrfs { root, idle, .. } = self {
+            for (slot, _) in idle.drain() {
+                let _ = btrfs::destroy_subvolume(root, &name(slot));
+            }
+        }
+    }
+
     /// Slots that have an upper.
     pub fn slots(&self) -> Vec<u32> {
         let names = sys::list(self.root().as_raw_fd()).unwrap_or_default();
-        names.iter().filter_map(|(name, _)| name.to_str().ok()?.strip_prefix('s')?.parse().ok()).collect()
+        let slots = names.iter().filter_map(|(name, _)| name.to_str().ok()?.strip_prefix('s')?.parse().ok());
+        slots.filter(|slot| !matches!(self, Uppers::Btrfs { idle, .. } if idle.contains_key(slot))).collect()
     }
 
     /// Bytes in all and free.
@@ -276,27 +320,108 @@ impl Uppers {
     }
 }
 
-/// Deeper than this a tree is not one that a sandbox can have made by paths; it still can by relative steps, and then the
-/// rest is left and reported.
-const MAX_DEPTH: usize = 2000;
+/// So many entries are removed one by one; a larger upper is destroyed whole.
+const EMPTY_BY_HAND: u32 = 48;
 
-/// Removes a tree that a sandbox has written: never follows a link, never leaves the filesystem's names.
-fn remove_tree(parent: i32, name: &std::ffi::CStr, depth: usize) -> sys::Result<()> {
-    match sys::unlinkat(parent, name, libc::AT_REMOVEDIR) {
-        Err(Errno(libc::ENOTEMPTY)) => {}
-        Err(Errno(libc::ENOTDIR)) => return sys::unlinkat(parent, name, 0),
-        other => return other,
-    }
-    if depth > MAX_DEPTH {
-        return Err(Errno(libc::ELOOP));
-    }
-    let directory = sys::openat(parent, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW, 0)?;
-    for (entry, kind) in sys::list(directory.as_raw_fd())? {
-        if kind == libc::DT_DIR || kind == libc::DT_UNKNOWN {
-            remove_tree(directory.as_raw_fd(), &entry, depth + 1)?;
-        } else {
-            sys::unlinkat(directory.as_raw_fd(), &entry, 0)?;
+/// Empties a directory that a sandbox has written, if it holds no more than `budget` entries (which it counts down); never
+/// follows a link. E2BIG when it holds more.
+fn clear(directory: RawFd, budget: &mut u32) -> sys::Result<()> {
+    let mut buffer = [0; 4096];
+    loop {
+        let n = unsafe { crate::sys!(SYS_getdents64, directory, buffer.as_mut_ptr(), buffer.len()) }?;
+        if n == 0 {
+            return Ok(());
+        }
+        for (name, kind) in sys::entries(&buffer[..n]) {
+            *budget = budget.checked_sub(1).ok_or(Errno(libc::E2BIG))?;
+            if kind != libc::DT_DIR {
+                sys::unlinkat(directory, name, 0)?;
+            } else if sys::unlinkat(directory, name, libc::AT_REMOVEDIR).is_err() {
+                let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+                clear(sys::openat(directory, name, flags, 0)?.as_raw_fd(), budget)?;
+                sys::unlinkat(directory, name, libc::AT_REMOVEDIR)?;
+            }
         }
     }
-    sys::unlinkat(parent, name, libc::AT_REMOVEDIR)
+}
+
+/// Removes a tree of any depth that a sandbox has written, without following a link: directories that are not empty move up
+/// to its top, one by one, until there is nothing left to move.
+fn remove_tree(parent: RawFd, name: &CStr) -> sys::Result<()> {
+    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let top = sys::openat(parent, name, flags, 0)?;
+    let mut moved = 0u64;
+    loop {
+        let entries = sys::list(top.as_raw_fd())?;
+        if entries.is_empty() {
+            return sys::unlinkat(parent, name, libc::AT_REMOVEDIR);
+        }
+        for (entry, kind) in entries {
+            if kind != libc::DT_DIR {
+                sys::unlinkat(top.as_raw_fd(), &entry, 0)?;
+                continue;
+            }
+            let directory = sys::openat(top.as_raw_fd(), &entry, flags, 0)?;
+            for (below, kind) in sys::list(directory.as_raw_fd())? {
+                let (from, to) = (directory.as_raw_fd(), top.as_raw_fd());
+                if kind != libc::DT_DIR {
+                    sys::unlinkat(from, &below, 0)?;
+                } else if sys::unlinkat(from, &below, libc::AT_REMOVEDIR).is_err() {
+                    moved += 1;
+                    let unique = c(format!(".removed-{moved}"));
+                    unsafe { crate::sys!(SYS_renameat2, from, below.as_ptr(), to, unique.as_ptr(), RENAME_NOREPLACE) }?;
+                }
+            }
+            sys::unlinkat(top.as_raw_fd(), &entry, libc::AT_REMOVEDIR)?;
+        }
+    }
+}
+
+const RENAME_NOREPLACE: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch(name: &str) -> std::path::PathBuf {
+        let path = std::env::temp_dir().join(format!("dsec-uppers-{}-{name}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        path
+    }
+
+    fn open(path: &std::path::Path) -> OwnedFd {
+        std::fs::File::open(path).unwrap().into()
+    }
+
+    #[test]
+    fn trees_of_any_depth_go_and_links_are_not_followed() {
+        let scratch = scratch("deep");
+        let kept = scratch.join("kept");
+        std::fs::write(&kept, "x").unwrap();
+        let mut here = open(&scratch);
+        sys::mkdirat(here.as_raw_fd(), c"tree", 0o755).unwrap();
+        here = sys::openat(here.as_raw_fd(), c"tree", libc::O_RDONLY, 0).unwrap();
+        std::os::unix::fs::symlink("..", scratch.join("tree/up")).unwrap();
+        std::fs::create_dir(scratch.join("tree/.removed-1")).unwrap();
+        for _ in 0..3000 {
+            sys::mkdirat(here.as_raw_fd(), c"d", 0o755).unwrap();
+            here = sys::openat(here.as_raw_fd(), c"d", libc::O_RDONLY, 0).unwrap();
+            drop(sys::openat(here.as_raw_fd(), c"file", libc::O_CREAT | libc::O_WRONLY, 0o600).unwrap());
+        }
+        remove_tree(open(&scratch).as_raw_fd(), c"tree").unwrap();
+        assert!(kept.exists() && !scratch.join("tree").exists());
+        std::fs::remove_dir_all(scratch).unwrap();
+    }
+
+    #[test]
+    fn clearing_by_hand_stops_at_its_budget() {
+        let scratch = scratch("budget");
+        std::fs::create_dir_all(scratch.join("a/b")).unwrap();
+        for number in 0..20 {
+            std::fs::write(scratch.join(format!("a/b/{number}")), "x").unwrap();
+        }
+        assert_eq!(clear(open(&scratch).as_raw_fd(), &mut 10), Err(Errno(libc::E2BIG)));
+        assert_eq!(clear(open(&scratch).as_raw_fd(), &mut 22), Ok(()));
+        std::fs::remove_dir(scratch).unwrap();
+    }
 }
