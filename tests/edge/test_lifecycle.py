@@ -306,6 +306,7 @@ async def test_waiting_for_a_lane_is_no_idleness(life: Lifecycle, backend: Backe
         ("cpu_cores_limit", 1e9), ("disk_limit_mb", 0), ("pids_limit", 0), ("pids_limit", 10**7), ("ttl_total", -5),
         ("ttl_running_stop", float("inf")), ("init_user", ""), ("workdir", "relative"), ("env", {"A=B": "x"}),
         ("env", {"A": "x\0"}), ("env", {"A": "x" * 100_000}), ("labels", {str(i): "" for i in range(65)}),
+        ("idempotency_key", ""), ("network_rules", {"x" * 300: True}),
     ],
 )  # fmt: skip
 async def test_absurd_arguments_are_refused_by_name(life: Lifecycle, field: str, value: object) -> None:

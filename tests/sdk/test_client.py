@@ -59,8 +59,9 @@ async def test_attach_detaches(client: DSecClient, sandbox: dsec.Sandbox) -> Non
         await client.attach("sb-fake-000000000000")
     with pytest.raises(NotFound, match="not a sandbox id"):
         await client.attach("nonsense")
-    with pytest.raises(NotFound):
-        await client.attach("../capabilities")
+    for odd in ("../capabilities", "", "sb-fake-000000000000/exec", "sb-fake-0?x#y"):
+        with pytest.raises(NotFound, match="not a sandbox id"):
+            await client.attach(odd)
     with pytest.raises(NotFound, match="edge 'other'"):
         await client.attach("sb-other-000000000000")
 
@@ -86,6 +87,10 @@ async def test_errors_of_creation(client: DSecClient) -> None:
     assert isinstance(late.value, CreateTimeout) and late.value.stage == "timeout.launch" and late.value.retryable
     with pytest.raises(InvalidRequest, match="timeout"):
         await client.run_container(BASE, timeout=-1)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        await client.run_container(DSecContainerRunArgs("debian@12", env={"A": "x\udcff"}))
+    with pytest.raises(InvalidRequest, match="64 bits"):
+        await client.run_container(DSecContainerRunArgs("debian@12", memory_limit_mb=10**30))
     with pytest.raises(InvalidRequest, match="str"):
         client.run("debian@12")  # type: ignore[arg-type]
 
@@ -106,6 +111,8 @@ async def test_list_and_stop_many(client: DSecClient) -> None:
     assert len([i async for i in client.list(labels={"set": "l"}, states=[State.STOPPED])]) == 3
     with pytest.raises(InvalidRequest, match="labels"):
         await client.stop_many(labels={})
+    with pytest.raises(InvalidRequest, match=r"asleep.*running"):
+        _ = [info async for info in client.list(states=["asleep"])]
 
 
 async def test_burst_in_order_of_completion(client: DSecClient, edge: FakeEdge) -> None:

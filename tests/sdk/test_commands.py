@@ -91,6 +91,20 @@ async def test_bad_commands(sandbox: Sandbox) -> None:
         await sandbox.run_shell("true", env={"A": "x" * 2_000_000})
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+async def test_no_span_of_time_is_taken_for_never(sandbox: Sandbox, edge: FakeEdge, wrong: float) -> None:
+    before = edge.runs
+    with pytest.raises(InvalidRequest, match="timeout="):
+        await sandbox.run_shell("true", timeout=wrong)
+    with pytest.raises(InvalidRequest, match="idle_timeout="):
+        await sandbox.start("true", idle_timeout=wrong)
+    with pytest.raises(InvalidRequest, match="total="):
+        await sandbox.set_ttl(total=wrong)
+    with pytest.raises(InvalidRequest, match="max_output_bytes"):
+        await sandbox.run_shell("true", max_output_bytes=-1)
+    assert edge.runs == before
+
+
 async def test_start_events_write_signal_wait(sandbox: Sandbox) -> None:
     process = await sandbox.start("cat; echo end >&2", stdin=True)
     assert process.pid > 0

@@ -56,6 +56,10 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 ErrorKind.INVALID,
                 f"exactly one of argv, line and command is needed, not {' and '.join(given) or 'none'}",
             )
+        if self.max_output_bytes < 0:
+            raise Fault(
+                ErrorKind.INVALID, f"max_output_bytes={self.max_output_bytes} is negative", hint="0 keeps nothing"
+            )
         if isinstance(self.command, str):
             params["line"] = self.command.encode()
         elif self.command:

@@ -66,3 +66,7 @@ def _check_texts(args: DSecContainerRunArgs) -> None:
         _text(f"labels[{key[:64]}]", key + value, 1024)
     if args.idempotency_key is not None:
         _text("idempotency_key", args.idempotency_key, 256)
+        if not args.idempotency_key:
+            raise _invalid("idempotency_key", "is empty, and would be everybody's")
+    for name in args.network_rules:
+        _text("network_rules", name, 253)

@@ -7,15 +7,15 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
 from typing import Self
-from urllib.parse import quote
 
 import msgspec
 
+from dsec.protocol.ids import edge_of
 from dsec.protocol.specs import Capabilities, Created, DSecContainerRunArgs, SandboxInfo, State
 
 from .bursts import Burst
 from .creation import Opening
-from .errors import DSecError, InvalidRequest
+from .errors import DSecError, InvalidRequest, NotFound
 from .layers import Layers
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
@@ -109,7 +109,7 @@ class DSecClient:
     ) -> AsyncIterator[SandboxInfo]:
         """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first."""
         pairs = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
-        pairs += [("state", State(state).value) for state in states or ()]
+        pairs += [("state", _state(state)) for state in states or ()]
         async with self._transport.stream("GET", "/v1/sandboxes", query=pairs, accept=NDJSON, again=True) as response:
             async for line in json_lines(response):
                 yield decode(line, SandboxInfo)
@@ -124,7 +124,12 @@ class DSecClient:
         return await self._transport.call("GET", "/v1/capabilities", Capabilities)
 
     async def _attach(self, sandbox_id: str) -> Sandbox:
-        found = await self._transport.call("GET", f"/v1/sandboxes/{quote(sandbox_id, safe='')}", SandboxInfo)
+        if edge_of(sandbox_id) is None:
+            raise NotFound(
+                f"{sandbox_id[:64]!r} is not a sandbox id",
+                hint="ids look like sb-<edge>-<12 characters>; `dsec ps` lists them",
+            )
+        found = await self._transport.call("GET", f"/v1/sandboxes/{sandbox_id}", SandboxInfo)
         return Sandbox(self._transport, found.id, found.incarnation)
 
     async def _create(self, args: DSecContainerRunArgs, timeout: float) -> Sandbox:
@@ -144,6 +149,14 @@ class DSecClient:
         body = encode({"args": args, "timeout": timeout})
         created = await self._transport.call("POST", "/v1/sandboxes", Created, body=body, wait=timeout)
         return Sandbox(self._transport, created.id, created.incarnation, owned=True)
+
+
+def _state(state: State | str) -> str:
+    try:
+        return State(state).value
+    except ValueError:
+        names = ", ".join(known.value for known in State)
+        raise InvalidRequest(f"{state!r} is no state of a sandbox", hint=f"states are {names}") from None
 
 
 async def _undo(creating: asyncio.Future[Sandbox]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,12 @@ class ExecBody(ExecSpec, frozen=True, kw_only=True, omit_defaults=True):
     """`ExecSpec` as it is sent: only what differs from the defaults."""
 
     wait_s: float = 25
+
+
+def seconds(name: str, value: float | None, *, low: float) -> None:
+    """InvalidRequest for what is no span of time. JSON has no NaN: it would arrive as null, which means "never"."""
+    if value is not None and not low <= value < math.inf:
+        raise InvalidRequest(f"{name}={value} is not a number of seconds", hint="None means no limit")
 
 
 def text_or_bytes(text: str | bytes) -> bytes:
@@ -40,6 +47,8 @@ def body_of(
     stdin_open: bool = False,
 ) -> ExecBody:
     """The request for a shell line (bytes) or an argv."""
+    seconds("timeout", timeout, low=0)
+    seconds("idle_timeout", idle_timeout, low=0)
     if not isinstance(command, bytes) and (isinstance(command, str) or not command):
         raise InvalidRequest(f"argv is {command!r}, not a list of a program and its arguments")
     return ExecBody(

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.specs import Change, ChangeSet, ProcessInfo, SandboxInfo, Usage
 
-from .commands import body_of, run, text_or_bytes
+from .commands import body_of, run, seconds, text_or_bytes
 from .errors import DSecError, NotFound
 from .files import Files
 from .process import Process
@@ -192,6 +192,9 @@ class Sandbox:
     ) -> None:
         """Changes the idle and the total time to live, seconds (None: never); what is left out stays."""
         asked = {"running_stop": running_stop, "total": total}
+        for name, value in asked.items():
+            if value is not UNSET:
+                seconds(name, value, low=0)
         body = encode({name: value for name, value in asked.items() if value is not UNSET})
         await self._transport.request("POST", f"{self._path}/ttl", body=body, target=self._target)
 

@@ -17,7 +17,7 @@ from yarl import URL
 from dsec.protocol.errors import ErrorBody
 
 from .discovery import Endpoint, discover
-from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, from_body, replaced
+from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, InvalidRequest, from_body, replaced
 
 T = TypeVar("T")
 INCARNATION = "X-DSec-Incarnation"
@@ -31,8 +31,18 @@ _CHUNK = 256 * 1024
 Query = Mapping[str, str] | Sequence[tuple[str, str]] | None
 Body = bytes | AsyncIterator[bytes] | None
 _encoder = msgspec.json.Encoder()
-encode = _encoder.encode
 _decoders: dict[object, msgspec.json.Decoder[object]] = {}
+
+
+def encode(value: object) -> bytes:
+    """The body of a request. InvalidRequest for text that is no Unicode (names of files are given as bytes)."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        raise InvalidRequest(
+            f"{text!r} holds a lone surrogate, which is no text", hint="decode it without surrogateescape"
+        ) from error
 
 
 class _ErrorReply(msgspec.Struct):
