@@ -7,15 +7,15 @@ import resource
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import aiohttp
 import msgspec
-from multidict import CIMultiDictProxy
 from yarl import URL
 
 from dsec.protocol.errors import ErrorBody
 
+from . import unary
 from .discovery import Endpoint, discover
 from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, InvalidRequest, from_body, replaced
 
@@ -26,7 +26,7 @@ _POOL = 4096
 _KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first
 _CONNECT_S = 10.0
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
-_CHUNK = 256 * 1024
+_MAX_TIMEOUTS = 64  # kept made; callers use few different ones
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]] | None
 Body = bytes | AsyncIterator[bytes] | None
@@ -47,12 +47,6 @@ def encode(value: object) -> bytes:
 
 class _ErrorReply(msgspec.Struct):
     error: ErrorBody
-
-
-class Reply(NamedTuple):
-    status: int
-    headers: CIMultiDictProxy[str]
-    body: bytes
 
 
 class _Source:
@@ -117,6 +111,8 @@ class Transport:
         self.request_timeout = request_timeout
         self._endpoint: Endpoint | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._unary: unary.Unary | None = None
+        self._timeouts: dict[float, aiohttp.ClientTimeout] = {}
         self.reached = False
 
     async def open(self) -> None:
@@ -132,19 +128,26 @@ class Transport:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=self.timeout(),
             auto_decompress=False,
-            read_bufsize=_CHUNK,
+            read_bufsize=unary.READ_BUFFER,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
+        self._unary = unary.Unary(self._session, self._endpoint.url, headers)
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session, self._session, self._unary = self._session, None, None
         if session is not None:
             await session.close()
 
     def timeout(self, wait: float = 0.0) -> aiohttp.ClientTimeout:
         """Bounds of a request whose answer may rightly take `wait` seconds longer."""
-        limit = self.request_timeout
-        return aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, limit), sock_read=limit + wait)
+        made = self._timeouts.get(wait)
+        if made is None:
+            limit = self.request_timeout
+            made = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, limit), sock_read=limit + wait)
+            if len(self._timeouts) == _MAX_TIMEOUTS:
+                self._timeouts.clear()
+            self._timeouts[wait] = made
+        return made
 
     def url(self, path: str, query: Query = None) -> URL:
         """path is already quoted; query is not."""
@@ -162,17 +165,25 @@ class Transport:
         target: Target | None = None,
         wait: float = 0.0,
         repeat: bool = True,
-    ) -> Reply:
+    ) -> unary.Reply:
         """One request, whole answer. With `repeat`, tried again while the connection is lost, for `request_timeout` at most.
 
         That time begins when the connection is lost, since the answer may rightly take `wait` seconds to come.
         """
+        if self._unary is None:
+            await self.open()
+        assert self._unary is not None
+        small = self._unary.takes(path, body) and (query is None or isinstance(query, dict))
         deadline, lost = time.monotonic() + self.request_timeout, False
         delay = _FIRST_DELAY
         while True:
             try:
+                if small:
+                    return await self._ask(
+                        method, path, cast("dict[str, str]", query), cast("bytes", body), target, wait
+                    )
                 async with self.stream(method, path, query=query, body=body, target=target, wait=wait) as response:
-                    return Reply(response.status, response.headers, await _read(response, target))
+                    return unary.Reply(response.status, response.headers, await _read(response, target))
             except ConnectionLost as error:
                 if not lost and not isinstance(error, ConnectTimeout):
                     deadline, lost = time.monotonic() + self.request_timeout, True
@@ -195,6 +206,37 @@ class Transport:
     ) -> T:
         reply = await self.request(method, path, query=query, body=body, target=target, wait=wait, repeat=repeat)
         return decode(reply.body, kind)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None,
+        body: bytes | None,
+        target: Target | None,
+        wait: float,
+    ) -> unary.Reply:
+        """As `stream`, for what `Unary` takes."""
+        if self._unary is None:  # closed while this request waited to be repeated
+            await self.open()
+        assert self._unary is not None
+        own = "" if target is None else f"{INCARNATION}: {target.incarnation}\r\n"
+        try:
+            reply = await self._unary.ask(
+                method, path, unary.query_of(query) if query else "", own, body, self.timeout(wait)
+            )
+        except unary.Cut as error:
+            self.reached = True
+            assert error.__cause__ is not None
+            raise cut(error.__cause__, target) from error.__cause__
+        except unary.FAILURES as error:
+            raise self._lost(error, target) from error
+        self.reached = True
+        if reply.status >= 300:
+            raise _error(reply.status, reply.body, target.sandbox_id if target else None)
+        if target is not None:
+            _check_incarnation(reply.headers, target)
+        return reply
 
     @asynccontextmanager
     async def stream(
