@@ -29,7 +29,7 @@ struct Order {
     ids: u32,
 }
 
-/// Descriptors, if there is no error: pidfd, user namespace, oom_score_adj open for writing.
+/// Descriptors: pidfd, user namespace, oom_score_adj open for writing. With an error: the pidfd alone, or nothing.
 #[derive(Serialize, Deserialize)]
 struct Answer {
     pid: i32,
@@ -92,7 +92,12 @@ impl Zygote {
         let mut buffer = [0; 1024];
         let (length, mut fds) = socket::receive(self.socket.as_raw_fd(), &mut buffer, 0).ok()?;
         let answer: Answer = rmp_serde::from_slice(&buffer[..length]).ok()?;
-        if fds.len() != 3 {
+        if answer.errno != 0 {
+            if let Some(stillborn) = fds.pop() {
+                let _ = process::send_signal(&stillborn, libc::SIGKILL);
+                process::wait_readable(&stillborn, 1_000_000);
+                let _ = process::reap(&stillborn);
+            }
             return Some(Err(Failure::new(STAGE, answer.error, answer.errno)));
         }
         let (oom_adj, userns, pidfd) = (fds.pop()?, fds.pop()?, fds.pop()?);
@@ -163,9 +168,13 @@ fn serve(order: &[u8], fds: Vec<OwnedFd>) -> Result<Born, Failure> {
         });
         return Ok(Born::Inside);
     };
-    equip(&order, pid, pidfd).inspect_err(|_| {
-        // Its parent, the launcher, never hears of it and could not reap it: it must not stay.
-        let _ = unsafe { crate::sys!(SYS_kill, pid, libc::SIGKILL) };
+    Ok(match equip(&order, pid) {
+        Ok((start, userns, oom_adj)) => {
+            let answer = Answer { pid, start, error: String::new(), errno: 0 };
+            Born::Outside(answer, vec![pidfd, userns, oom_adj])
+        }
+        // Only its parent, the launcher, can reap it.
+        Err(Failure { what, errno, .. }) => Born::Outside(Answer { pid, start: 0, error: what, errno }, vec![pidfd]),
     })
 }
 
@@ -194,8 +203,8 @@ fn arrange_descriptors(control: OwnedFd) -> sys::Result<()> {
     }
 }
 
-/// Writes the id maps and opens what the launcher needs of a newborn.
-fn equip(order: &Order, pid: i32, pidfd: OwnedFd) -> Result<Born, Failure> {
+/// Writes the id maps of a newborn, and opens what the launcher needs of it: its start time, user namespace, oom_score_adj.
+fn equip(order: &Order, pid: i32) -> Result<(u64, OwnedFd, OwnedFd), Failure> {
     let process = sys::openat(libc::AT_FDCWD, &c(format!("/proc/{pid}")), libc::O_PATH | libc::O_DIRECTORY, 0);
     let process = process.at(STAGE, || "open /proc of PID 1".into())?;
     let process = process.as_raw_fd();
@@ -206,7 +215,6 @@ fn equip(order: &Order, pid: i32, pidfd: OwnedFd) -> Result<Born, Failure> {
     }
     let open =
         |file: &str, flags: i32| sys::openat(process, &c(file), flags, 0).at(STAGE, || format!("open {file} of PID 1"));
-    let fds = vec![pidfd, open("ns/user", libc::O_RDONLY)?, open("oom_score_adj", libc::O_WRONLY)?];
     let start = process::start_time(pid).at(STAGE, || "read the start time of PID 1".into())?;
-    Ok(Born::Outside(Answer { pid, start, error: String::new(), errno: 0 }, fds))
+    Ok((start, open("ns/user", libc::O_RDONLY)?, open("oom_score_adj", libc::O_WRONLY)?))
 }
