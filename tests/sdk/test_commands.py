@@ -124,6 +124,17 @@ async def test_start_events_write_signal_wait(sandbox: Sandbox) -> None:
     assert (waited.stdout, waited.stderr) == (b"onetwo", b"end\n")
 
 
+async def test_leaving_the_events_just_before_the_end_is_no_failure_of_the_server(sandbox: Sandbox) -> None:
+    async def look(delay: str) -> None:
+        process = await sandbox.start(f"echo a; sleep {delay}")
+        async for event in process.events():
+            assert event == Stdout(b"a\n", 0)
+            break
+        assert (await process.wait()).ok
+
+    await asyncio.gather(*(look(f"0.0{number}") for number in range(10) for _ in range(3)))  # its log is read at the end
+
+
 async def test_processes_and_signals(sandbox: Sandbox) -> None:
     process = await sandbox.start(["sleep", "60"], exec_id="sleeper")
     listed = {info.exec_id: info for info in await sandbox.processes()}

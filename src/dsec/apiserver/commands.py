@@ -108,7 +108,11 @@ async def follow(x: Exchange, socket: WebSocket) -> None:
     cursor = x.number("cursor", 0) or 0
     link, params, incarnation = await x.target()
     stream = await link.open("exec.attach", {**params, "exec_id": _exec_id(x), "cursor": cursor})
-    await socket.accept(headers=[(INCARNATION.encode(), str(incarnation).encode())])
+    try:
+        await socket.accept(headers=[(INCARNATION.encode(), str(incarnation).encode())])
+    except BaseException:
+        stream.cancel()
+        raise
     sending = asyncio.ensure_future(_send_events(x, socket, stream, cursor))
     leaving = asyncio.ensure_future(_left(socket))
     try:
@@ -133,8 +137,9 @@ async def _send_events(x: Exchange, socket: WebSocket, stream: LinkStream, offse
         last = encode(ErrorReply(error_body(fault.body, x.request_id, x.sandbox)))
     except WebSocketDisconnect:
         return
-    await socket.send_text(last.decode())
-    await socket.close()
+    with contextlib.suppress(WebSocketDisconnect):  # it left just before the end
+        await socket.send_text(last.decode())
+        await socket.close()
 
 
 async def _left(socket: WebSocket) -> None:

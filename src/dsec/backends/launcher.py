@@ -127,7 +127,9 @@ class LauncherClient:
     def pid(self) -> int:
         return self._process.pid
 
-    async def call(self, verb: str, fields: msgspec.Struct | None = None, kind: type[T] = Empty, *, fds: Sequence[int] = ()) -> T:  # type: ignore[assignment]
+    async def call(
+        self, verb: str, fields: msgspec.Struct | None = None, kind: type[T] = Empty, *, fds: Sequence[int] = ()
+    ) -> T:  # type: ignore[assignment]
         """One request; descriptors of the reply are closed."""
         payload, received = await self._request(verb, fields, fds)
         for fd in received:
