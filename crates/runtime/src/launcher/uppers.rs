@@ -12,8 +12,14 @@ use std::process::Command;
 
 const STAGE: &str = "upper";
 /// Nothing here outlives the machine's next start, so nothing is flushed for its sake.
-const OPTIONS: [(&CStr, Option<&CStr>); 4] =
-    [(c"nobarrier", None), (c"nodatasum", None), (c"discard", Some(c"async")), (c"space_cache", Some(c"v2"))];
+/// Usage is known as of the last commit, so commits are frequent.
+const OPTIONS: [(&CStr, Option<&CStr>); 5] = [
+    (c"commit", Some(c"5")),
+    (c"nobarrier", None),
+    (c"nodatasum", None),
+    (c"discard", Some(c"async")),
+    (c"space_cache", Some(c"v2")),
+];
 
 pub enum Uppers {
     Btrfs {
