@@ -46,12 +46,15 @@ python() {
 }
 
 venv() {
-    local stamp wanted
+    local stamp wanted interpreter
     wanted=$(cat requirements.lock pyproject.toml | sha256sum)
     stamp=.venv/.installed
     [ -f $stamp ] && [ "$(cat $stamp)" = "$wanted" ] && return
     say "installing Python packages into .venv"
-    [ -x .venv/bin/python ] || "$(python)" -m venv .venv || die "cannot make .venv: apt-get install python3-venv"
+    if [ ! -x .venv/bin/python ]; then
+        interpreter=$(python) || exit 1
+        "$interpreter" -m venv .venv || die "cannot make .venv: apt-get install python3-venv"
+    fi
     .venv/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements.lock ||
         die "pip could not install requirements.lock: check the machine's package index"
     .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . ||
