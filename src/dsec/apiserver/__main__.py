@@ -22,6 +22,7 @@ from dsec.protocol.errors import Fault
 from dsec.protocol.privilege import keep_capabilities
 
 from .app import build
+from .direct import DirectProtocol
 from .fleet import Fleet
 
 KEEP_ALIVE_S = 75  # longer than the SDK keeps idle connections, so that it is never the server that closes first
@@ -134,7 +135,7 @@ def main() -> int:
     config = uvicorn.Config(
         build(fleet, keys, version=version("dsec")),
         loop="uvloop",
-        http="httptools",
+        http=DirectProtocol,
         ws="websockets-sansio",
         ws_max_size=1024 * 1024,
         ws_per_message_deflate=False,

@@ -38,7 +38,7 @@ class Endpoint:
         if handler is None:
             await self._refuse(scope, receive, send)
             return
-        response = await handler(Exchange(scope, receive, self._services))
+        response = await handler(Exchange.of(scope, receive, self._services))
         await response(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,15 +53,30 @@ class Endpoint:
 class Entry:
     """Outermost: gives every request an id, checks its key, and turns faults into answers."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, services: Services) -> None:
         self._app = app
         self._keys = keys
+        self.services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         request_id = scope["dsec.request_id"] = new_request_id()
+        await self.guarded(self._checked, scope, receive, send, request_id)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["dsec.headers"] = dict(scope["headers"])
+        if scope["path"] not in PUBLIC_PATHS:
+            self.check(headers)
+        await self._app(scope, receive, send)
+
+    def check(self, headers: dict[bytes, bytes]) -> None:
+        """Fault authentication or permission unless the request's key is valid."""
+        self._keys.check(headers.get(b"authorization"), headers.get(b"x-dsec-project", b"").decode("latin-1"))
+
+    async def guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        """Names the answer after the request, and turns what is raised into an answer."""
         started = False
 
         async def tracked(message: Message) -> None:
@@ -72,27 +87,12 @@ class Entry:
             await send(message)
 
         try:
-            headers = scope["dsec.headers"] = dict(scope["headers"])
-            if scope["path"] not in PUBLIC_PATHS:
-                project = headers.get(b"x-dsec-project", b"").decode("latin-1")
-                scope["dsec.principal"] = self._keys.check(headers.get(b"authorization"), project)
-            await self._app(scope, receive, tracked)
-        except Fault as fault:
-            body = fault.body
-        except asyncio.CancelledError:  # only the server's shutdown cancels requests
-            body = ErrorBody(
-                kind=ErrorKind.CONNECTION_LOST,
-                message="the apiserver is stopping",
-                hint="ask again; commands and sandboxes go on",
-                retryable=True,
-            )
+            await app(scope, receive, tracked)
+        except (Fault, asyncio.CancelledError) as error:
+            body = told(error)
         except Exception as error:
             log.error("request failed", request_id=request_id, path=scope["path"], exc_info=error)
-            body = ErrorBody(
-                kind=ErrorKind.INTERNAL,
-                message=f"{type(error).__name__} in the apiserver",
-                hint=f"its log has the cause under {request_id}",
-            )
+            body = unforeseen(error, request_id)
         else:
             return
         if started:
@@ -105,6 +105,27 @@ class Entry:
             await WebSocket(scope, receive, tracked).send_denial_response(response)
         else:
             await response(scope, receive, tracked)
+
+
+def told(error: Fault | asyncio.CancelledError) -> ErrorBody:
+    """What the caller is told."""
+    if isinstance(error, Fault):
+        return error.body
+    return ErrorBody(  # only the server's shutdown cancels requests
+        kind=ErrorKind.CONNECTION_LOST,
+        message="the apiserver is stopping",
+        hint="ask again; commands and sandboxes go on",
+        retryable=True,
+    )
+
+
+def unforeseen(error: Exception, request_id: str) -> ErrorBody:
+    """What the caller is told of what the log says more about."""
+    return ErrorBody(
+        kind=ErrorKind.INTERNAL,
+        message=f"{type(error).__name__} in the apiserver",
+        hint=f"its log has the cause under {request_id}",
+    )
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +142,7 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
     routes: list[BaseRoute] = [Route(path, Endpoint(services, handlers)) for path, handlers in by_path.items()]
 
     async def stream(socket: WebSocket) -> None:
-        await follow(Exchange(socket.scope, socket.receive, services), socket)
+        await follow(Exchange.of(socket.scope, socket.receive, services), socket)
 
     routes.append(WebSocketRoute(STREAM_PATH, stream))
 
@@ -136,4 +157,4 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
     router = Starlette(routes=routes, lifespan=lifespan).router
     router.default = _not_found
     router.redirect_slashes = False
-    return Entry(router, keys)
+    return Entry(router, keys, services)

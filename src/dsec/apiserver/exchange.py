@@ -27,6 +27,7 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 BYTES = "application/octet-stream"
 INCARNATION = "x-dsec-incarnation"
+_INCARNATION = INCARNATION.encode()
 MAX_JSON = 1024 * 1024
 MAX_PATH = 4096
 _encoder = msgspec.json.Encoder()
@@ -46,18 +47,32 @@ class Services:
 class Exchange:
     """A request; handlers take one and return a Starlette response or raise a Fault."""
 
-    def __init__(self, scope: Scope, receive: Receive, services: Services) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._headers: dict[bytes, bytes] = scope["dsec.headers"]
+    def __init__(
+        self,
+        services: Services,
+        request_id: str,
+        headers: dict[bytes, bytes],
+        path_params: dict[str, str],
+        query_string: bytes,
+        body: bytes | Receive,
+    ) -> None:
+        """body: whole, or where it comes from."""
+        self._headers = headers
+        self._path_params = path_params
+        self._query_string = query_string
+        self._body = body
         self.services = services
-        self.request_id: str = scope["dsec.request_id"]
+        self.request_id = request_id
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive, services: Services) -> Exchange:
+        headers, path_params = scope["dsec.headers"], scope["path_params"]
+        return cls(services, scope["dsec.request_id"], headers, path_params, scope["query_string"], receive)
 
     # -- what was asked --
 
     def path_param(self, name: str) -> str:
-        value: str = self._scope["path_params"][name]
-        return value
+        return self._path_params[name]
 
     @property
     def sandbox(self) -> str:
@@ -65,7 +80,7 @@ class Exchange:
 
     @cached_property
     def query_params(self) -> QueryParams:
-        return QueryParams(self._scope["query_string"])
+        return QueryParams(self._query_string)
 
     def header(self, name: str) -> str | None:
         value = self._headers.get(name.encode())
@@ -118,6 +133,8 @@ class Exchange:
 
     async def body(self, limit: int = MAX_JSON) -> bytes:
         """The whole body; Fault too_large before reading more than `limit` bytes."""
+        if isinstance(self._body, bytes) and len(self._body) <= limit:
+            return self._body
         announced = self._headers.get(b"content-length", b"")
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(int(announced), limit)
@@ -132,9 +149,12 @@ class Exchange:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; Fault connection_lost when the client goes away in the middle."""
+        if isinstance(self._body, bytes):
+            yield self._body
+            return
         more = True
         while more:
-            message = await self._receive()
+            message = await self._body()
             if message["type"] == "http.disconnect":
                 raise Fault(ErrorKind.CONNECTION_LOST, "the client went away while sending")
             if part := message.get("body"):
@@ -150,12 +170,13 @@ class Exchange:
         return await self.services.fleet.route(self.sandbox)
 
     def asked_incarnation(self) -> int | None:
-        text = self.header(INCARNATION)
-        if text is None:
+        value = self._headers.get(_INCARNATION)
+        if value is None:
             return None
-        if not text.isdigit():
+        if not value.isdigit():
+            text = value.decode("latin-1")
             raise Fault(ErrorKind.INVALID, f"header {INCARNATION}: {text[:40]!r} is not a whole number")
-        return int(text)
+        return int(value)
 
     async def target(self) -> tuple[EdgeLink, dict[str, object], int]:
         """Link, base parameters and incarnation: the one that the caller named, else the present one."""
@@ -252,7 +273,7 @@ class WholeReply(Response):
         self.background = None
         self.raw_headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if incarnation is not None:
-            self.raw_headers.append((INCARNATION.encode(), b"%d" % incarnation))
+            self.raw_headers.append((_INCARNATION, b"%d" % incarnation))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
