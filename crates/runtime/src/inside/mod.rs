@@ -98,7 +98,6 @@ fn prepare(ahead: &Ahead) -> Result<Option<String>, Failure> {
     };
     let upper = String::from_utf8_lossy(&path[..length]).into_owned();
     become_root()?;
-    network::open_ports()?;
     root::prepare(&upper, &ahead.masked)?;
     let stage = "privileges";
     process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
@@ -119,10 +118,7 @@ fn become_root() -> Result<(), Failure> {
     process::prctl(libc::PR_SET_DUMPABLE, 0).at(stage, || "forbid dumping".into())?;
     // A session and group of its own: a signal to "my group" must never reach the launcher's.
     unsafe { crate::sys!(SYS_setsid) }.at(stage, || "setsid".into())?;
-    unsafe { crate::sys!(SYS_unshare, libc::CLONE_NEWCGROUP) }.at(stage, || "new cgroup namespace".into())?;
-    // The kernel itself then refuses user namespaces inside, whatever the filter lets pass.
-    let none = sys::write_file(libc::AT_FDCWD, c"/proc/sys/user/max_user_namespaces", b"0");
-    none.at(stage, || "write user.max_user_namespaces".into())
+    unsafe { crate::sys!(SYS_unshare, libc::CLONE_NEWCGROUP) }.at(stage, || "new cgroup namespace".into()).map(drop)
 }
 
 fn become_sandbox(

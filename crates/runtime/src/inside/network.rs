@@ -1,6 +1,6 @@
 //! The sandbox's own network namespace: a loopback interface, and nothing to reach.
 
-use crate::sys::{self, own, At, Failure, Result};
+use crate::sys::{own, At, Failure, Result};
 use std::os::fd::AsRawFd;
 
 const STAGE: &str = "network";
@@ -8,12 +8,6 @@ const STAGE: &str = "network";
 pub fn make() -> std::result::Result<(), Failure> {
     unsafe { crate::sys!(SYS_unshare, libc::CLONE_NEWNET) }.at(STAGE, || "new network namespace".into())?;
     raise_loopback().at(STAGE, || "raise the loopback interface".into())
-}
-
-/// Any user inside may listen on any port: the namespace is the sandbox's alone.
-pub fn open_ports() -> std::result::Result<(), Failure> {
-    let path = c"/proc/sys/net/ipv4/ip_unprivileged_port_start";
-    sys::write_file(libc::AT_FDCWD, path, b"0").at(STAGE, || "write ip_unprivileged_port_start".into())
 }
 
 fn raise_loopback() -> Result<()> {

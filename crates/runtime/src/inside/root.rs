@@ -17,6 +17,11 @@ const ROOT: &CStr = c"/m";
 /// Where the launcher has the shared devices: a read-only mount, which binds of it inherit.
 const DEV_TEMPLATE: &CStr = c"/d";
 
+/// The kernel itself then refuses user namespaces inside, whatever the filter lets pass; and any user inside may listen on
+/// any port, since the network namespace is the sandbox's alone.
+const SETTINGS: [(&CStr, &[u8]); 2] =
+    [(c"/p/sys/user/max_user_namespaces", b"0"), (c"/p/sys/net/ipv4/ip_unprivileged_port_start", b"0")];
+
 /// Files of /proc that tell about, or reach, the machine.
 const SENSITIVE: [&CStr; 16] = [
     c"/proc/kcore",
@@ -53,6 +58,10 @@ pub fn prepare(upper: &str, masked: &[CString]) -> std::result::Result<(), Failu
     let stage = "root";
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(c"proc", PROC, c"proc", flags, None).at(stage, || "mount /proc".into())?;
+    // In the sandbox's own /proc: in the launcher's, which all share, each namespace adds to the same chain of look-ups.
+    for (path, value) in SETTINGS {
+        sys::write_file(libc::AT_FDCWD, path, value).at(stage, || format!("write {path:?}"))?;
+    }
     for path in masked {
         bind(c"/d/null", path).at(stage, || format!("mask {path:?}"))?;
     }
