@@ -27,23 +27,22 @@ DEADLINE = 30.0
 
 
 @pytest.fixture
-def nothing_of_this_test_is_left() -> Iterator[None]:
-    """Around the platforms of one test; others may run beside it, so only what is new counts."""
-    before = traces()
-    yield
-    # pools of platforms beside this one renew themselves: only processes that no live edge has could be leftovers
-    left = traces().minus(before)
-    assert (left.cgroups, left.loops, left.directories) == (frozenset(), frozenset(), frozenset()), f"left: {left}"
-
-
-@pytest.fixture
-def states(nothing_of_this_test_is_left: None) -> Iterator[list[Path]]:
-    """Two state directories, whose platforms are ended."""
+def states() -> Iterator[list[Path]]:
+    """Two state directories, whose platforms are ended and leave nothing."""
     made = [Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp")) for _ in range(2)]
     yield made
     for state in made:
         embedded.down(state)
         shutil.rmtree(state)
+        assert_nothing_is_left(state)
+
+
+def assert_nothing_is_left(state: Path) -> None:
+    """Of the platform of this state directory; others may live beside it."""
+    name, found = embedded._edge_name(state), traces()
+    assert not state.exists()
+    assert not [group for group in found.cgroups if group.endswith(f"dsec-{name}")]
+    assert not [line for line in (*found.loops, *found.processes) if str(state) in line]
 
 
 def client_of(endpoint: embedded.Endpoint) -> DSecClient:
@@ -89,16 +88,15 @@ async def test_down_removes_what_a_crashed_edge_left(states: list[Path]) -> None
     kill(pid_of(states[0], "edge"))
     embedded.down(states[0])
     assert not embedded.status(states[0]).running
-    name = embedded._edge_name(states[0])
-    assert not [group for group in traces().cgroups if group.endswith(f"dsec-{name}")]
+    assert not [group for group in traces().cgroups if group.endswith(embedded._edge_name(states[0]))]
 
 
-async def test_a_private_platform_whose_edge_crashed_leaves_nothing(nothing_of_this_test_is_left: None) -> None:
+async def test_a_private_platform_whose_edge_crashed_leaves_nothing() -> None:
     with embedded.private() as endpoint:
         async with client_of(endpoint) as client:
             await client.run(ARGS)
         kill(pid_of(Path(endpoint.state), "edge"))
-    assert not Path(endpoint.state).exists()
+    assert_nothing_is_left(Path(endpoint.state))
 
 
 async def test_a_lost_launcher_ends_its_sandboxes_by_name_and_is_replaced(states: list[Path]) -> None:
@@ -129,3 +127,12 @@ def test_a_private_platform_is_never_somebody_elses(states: list[Path]) -> None:
         pass
     assert caught.value.body.kind is ErrorKind.CONFLICT
     assert embedded.status(states[0]).running
+
+
+async def test_a_state_directory_with_a_long_name(states: list[Path]) -> None:
+    deep = states[0] / ("d" * 100)
+    async with client_of(embedded.up(deep, port=0)) as client, client.run(ARGS) as sandbox:
+        assert (await sandbox.run_shell("echo deep")).text == "deep\n"
+        assert embedded.run_dir(deep).parent == Path("/run")
+    embedded.down(deep)
+    assert not embedded.run_dir(deep).exists()

@@ -128,8 +128,13 @@ class LauncherClient:
         return self._process.pid
 
     async def call(
-        self, verb: str, fields: msgspec.Struct | None = None, kind: type[T] = Empty, *, fds: Sequence[int] = ()
-    ) -> T:  # type: ignore[assignment]
+        self,
+        verb: str,
+        fields: object = None,
+        kind: type[T] = Empty,  # type: ignore[assignment]
+        *,
+        fds: Sequence[int] = (),
+    ) -> T:
         """One request; descriptors of the reply are closed."""
         payload, received = await self._request(verb, fields, fds)
         for fd in received:

@@ -32,6 +32,7 @@ DEFAULT_STORE = Path("/var/cache/dsec/layers")
 DEFAULT_PORT = 7707
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 120.0
+_SOCKET_PATH = 107  # bytes
 _ROLES = ("apiserver", "edge")  # in the order of their end
 
 
@@ -73,8 +74,12 @@ def store_dir() -> Path:
 
 
 def run_dir(state: Path) -> Path:
-    """Short, since a socket's path may have 107 bytes."""
-    return DEFAULT_RUN if state == DEFAULT_STATE else state / "run"
+    """`<state>/run` unless the sockets in it would have longer paths than a socket can have."""
+    if state == DEFAULT_STATE:
+        return DEFAULT_RUN
+    name = _edge_name(state)
+    longest = state / "run" / "sb" / f"sb-{name}-{'x' * 12}.sock"
+    return state / "run" if len(os.fsencode(longest)) <= _SOCKET_PATH else DEFAULT_RUN.with_name(f"dsec-{name}")
 
 
 def _start_time(pid: int) -> int | None:
@@ -151,6 +156,8 @@ def _stop(directory: Path, run: Path, *, uppers: str | None, store: Path | None 
             _end(sweeper)
     for role in _ROLES:
         (run / "pids" / role).unlink(missing_ok=True)
+    if run != DEFAULT_RUN and run.parent == DEFAULT_RUN.parent:
+        shutil.rmtree(run, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -213,7 +220,7 @@ def _edge_name(directory: Path) -> str:
     """Names the edge's groups on this machine, so it is another for each state directory, and the same at each start there."""
     if directory == DEFAULT_STATE:
         return "local"
-    return "e" + hashlib.blake2s(os.fsencode(directory.resolve()), digest_size=6).hexdigest()
+    return "e" + hashlib.blake2s(os.fsencode(directory.resolve()), digest_size=4).hexdigest()
 
 
 def _edge_arguments(directory: Path, run: Path, store: Path, uppers: str) -> list[str]:
