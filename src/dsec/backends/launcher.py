@@ -130,7 +130,7 @@ class LauncherClient:
     async def call(
         self,
         verb: str,
-        fields: object = None,
+        fields: msgspec.Struct | None = None,
         kind: type[T] = Empty,  # type: ignore[assignment]
         *,
         fds: Sequence[int] = (),
