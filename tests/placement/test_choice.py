@@ -94,3 +94,12 @@ def test_replicas_do_not_herd() -> None:
     edges = [edge(f"e{i}", i) for i in range(20)]
     chosen = Counter(Placement(rng=random.Random(seed)).choose(edges) for seed in range(200))
     assert len(chosen) > 5 and max(chosen.values()) < 60
+
+
+def test_an_only_edge_leaves_no_trace_of_what_it_has_seen() -> None:
+    chooser, clock = placement()
+    only = edge("only")
+    for clock.now in range(1, 500):
+        only.asked_at = clock.now - 1.5
+        chooser.choose([only])
+    assert len(chooser._recent["only"]) <= 3

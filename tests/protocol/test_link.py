@@ -190,3 +190,29 @@ async def test_a_number_that_no_message_carries_is_refused(server: Path) -> None
     assert caught.value.body.kind is ErrorKind.INVALID
     assert (await client.call("echo", {"text": "a"}, Echo)).text == "a"
     await client.close()
+
+
+async def test_a_stream_read_as_it_comes(server: Path) -> None:
+    link = await LinkClient.connect_unix(server)
+    stream = await link.open("pour", {"size": 1_000_000})
+    size, notes = 0, 0
+    async with asyncio.timeout(10):
+        while True:
+            for item in stream.take():
+                if isinstance(item, Data):
+                    size += len(item.data)
+                else:
+                    notes += 1
+            if stream.ended:
+                break
+            await stream.change()
+    assert (size, notes) == (1_000_000, 1) and stream.take() == []
+    assert (await stream.result(Echo)).size == 1_000_000
+    hanging = await link.open("hang", {})
+    asyncio.get_running_loop().call_soon(hanging.wake)
+    await hanging.change()
+    assert not hanging.ended
+    asyncio.get_running_loop().call_soon(hanging.cancel, Fault(ErrorKind.TIMEOUT, "long enough"))
+    with pytest.raises(Fault, match="long enough"):
+        await hanging.result()
+    await link.close()

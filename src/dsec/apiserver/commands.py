@@ -156,19 +156,25 @@ async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None]
     err: list[bytes] = []
     size = 0
     done: ExecDone | None = None
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + max(wait_s, MIN_WAIT_S)
+    timer = loop.call_at(deadline, stream.wake)
     try:
-        async with asyncio.timeout(max(wait_s, MIN_WAIT_S)):
-            async for item in stream:
+        while True:
+            for item in stream.take():
                 if isinstance(item, Data):
                     (err if item.channel == 2 else out).append(item.data)
                     size += len(item.data)
-                    if size >= MAX_REPLY:
-                        break
-            else:
+            if size >= MAX_REPLY:
+                break
+            if stream.ended:
                 done = await stream.result(ExecDone)
-    except TimeoutError:
-        pass
+                break
+            if loop.time() >= deadline:
+                break
+            await stream.change()
     finally:
+        timer.cancel()
         if feeding is None:
             stream.cancel()
         elif done is None:

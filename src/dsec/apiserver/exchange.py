@@ -8,6 +8,7 @@ import binascii
 from collections.abc import AsyncIterator, Callable
 from functools import cached_property
 from typing import TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -90,7 +91,12 @@ class Exchange:
         return NDJSON in (self.header("accept") or "")
 
     def query(self, name: str) -> str | None:
-        return self.query_params.get(name)
+        return self._queried.get(name) if self._query_string else None
+
+    @cached_property
+    def _queried(self) -> dict[str, str]:
+        """As `query_params`, for what is there once."""
+        return dict(parse_qsl(self._query_string.decode("latin-1"), keep_blank_values=True))
 
     def number(self, name: str, default: int | None = None, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
         text = self.query(name)

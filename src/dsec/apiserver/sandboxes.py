@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import Note
+from dsec.protocol.link import LinkStream, Note
 from dsec.protocol.specs import Change, ChangeSet, Created, SandboxInfo, State
 
 from .bodies import (
@@ -56,20 +56,30 @@ async def _create_one(x: Exchange, args: msgspec.Struct, timeout: float) -> Crea
                 raise next(iter(refused.values())) from None
             raise
         params = {"request_id": x.request_id, "args": args, "timeout": timeout}
+        stream = await fleet.link(edge).open("sandbox.create", params)
+        timer = asyncio.get_running_loop().call_later(timeout + _GRACE, _give_up, stream, edge, timeout)
         try:
-            async with asyncio.timeout(timeout + _GRACE):
-                return await fleet.link(edge).call("sandbox.create", params, Created)
-        except TimeoutError:
-            raise Fault(
-                ErrorKind.TIMEOUT,
-                f"edge {edge} did not answer the creation within {timeout + _GRACE:g} s",
-                hint="the same idempotency_key again returns the sandbox if it came to be",
-                stage="edge",
-            ) from None
+            return await stream.result(Created)
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
         except Fault as fault:
             if fault.body.kind is not ErrorKind.CAPACITY:
                 raise
             refused[edge] = fault
+        finally:
+            timer.cancel()
+
+
+def _give_up(stream: LinkStream, edge: str, timeout: float) -> None:
+    stream.cancel(
+        Fault(
+            ErrorKind.TIMEOUT,
+            f"edge {edge} did not answer the creation within {timeout + _GRACE:g} s",
+            hint="the same idempotency_key again returns the sandbox if it came to be",
+            stage="edge",
+        )
+    )
 
 
 async def _create_many(x: Exchange, asked: CreateRequest) -> Response:

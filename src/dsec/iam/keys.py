@@ -25,9 +25,12 @@ class Principal(msgspec.Struct, frozen=True):
     project: str
 
 
-def _digest(key: str) -> bytes:
+_SALT = os.urandom(32)
+
+
+def _digest(key: bytes) -> bytes:
     # Keys are random and long, so a plain hash cannot be searched; it only keeps keys out of memory dumps and logs.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.blake2b(key, digest_size=32, key=_SALT).digest()
 
 
 class KeyRing:
@@ -35,7 +38,7 @@ class KeyRing:
 
     def __init__(self, keys: dict[str, str]) -> None:
         """keys: principal name -> key."""
-        self._digests = tuple((name, _digest(key)) for name, key in keys.items())
+        self._digests = tuple((name, _digest(key.encode("utf-8", "surrogateescape"))) for name, key in keys.items())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> KeyRing:
@@ -66,10 +69,10 @@ class KeyRing:
         """The principal of an Authorization header; Fault authentication (401) or permission (403)."""
         if authorization is None:
             raise Fault(ErrorKind.AUTHENTICATION, "no API key was sent", hint=_HINT)
-        scheme, _, key = authorization.decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer":
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
             raise Fault(ErrorKind.AUTHENTICATION, "the Authorization header is not `Bearer <key>`", hint=_HINT)
-        sent = _digest(key.strip())
+        sent = _digest(key.strip() if key.isascii() else key.decode("latin-1").strip().encode())
         name = ""
         for known, digest in self._digests:  # all of them, so that time tells nothing about which one matched
             if hmac.compare_digest(sent, digest):

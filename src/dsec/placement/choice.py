@@ -52,9 +52,14 @@ class Placement:
         eligible = self._filter([c for c in candidates if c.name not in exclude])
         if not eligible:
             raise _nowhere(exclude)
-        sampled = self._rng.sample(eligible, min(self._sample, len(eligible)))
-        chosen = min(sampled, key=self.load)
-        self._recent.setdefault(chosen.name, deque()).append((self._clock(), count))
+        if len(eligible) == 1:
+            chosen = eligible[0]
+        else:
+            sampled = self._rng.sample(eligible, min(self._sample, len(eligible)))
+            chosen = min(sampled, key=self.load)
+        recent = self._recent.setdefault(chosen.name, deque())
+        _forget(recent, chosen.asked_at)
+        recent.append((self._clock(), count))
         return chosen.name
 
     def spread(self, candidates: Iterable[Candidate], count: int) -> dict[str, int]:
@@ -79,15 +84,22 @@ class Placement:
         """Healthy before suspect, with room before full: an edge has the last word, so a full one may still be asked."""
         connected = [c for c in candidates if c.connected]
         healthy = [c for c in connected if not c.suspect] or connected
+        if len(healthy) == 1:
+            return healthy
         return [c for c in healthy if self.load(c) < 1] or healthy
 
     def _unseen(self, candidate: Candidate) -> int:
         recent = self._recent.get(candidate.name)
         if not recent:
             return 0
-        while recent and recent[0][0] < candidate.asked_at:
-            recent.popleft()
+        _forget(recent, candidate.asked_at)
         return sum(count for _, count in recent)
+
+
+def _forget(recent: deque[tuple[float, int]], asked_at: float) -> None:
+    """Placements that the snapshot has seen."""
+    while recent and recent[0][0] < asked_at:
+        recent.popleft()
 
 
 def _nowhere(refused: Collection[str]) -> Fault:

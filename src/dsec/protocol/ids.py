@@ -8,14 +8,16 @@ import secrets
 from collections.abc import Callable
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
+_PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
 EDGE_NAME = re.compile(r"[a-z0-9]([a-z0-9]{0,14}[a-z0-9])?")
 _SANDBOX_ID = re.compile(r"sb-(?P<edge>[a-z0-9]{1,16})-(?P<random>[0-9a-z]{12})")
 _EXEC_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 def _random(length: int, bits: Callable[[int], int] = secrets.randbits) -> str:
+    """length is even."""
     number = bits(5 * length)
-    return "".join(_ALPHABET[(number >> (5 * i)) & 31] for i in range(length))
+    return "".join([_PAIRS[(number >> shift) & 1023] for shift in range(0, 5 * length, 10)])
 
 
 def new_sandbox_id(edge: str) -> str:

@@ -21,6 +21,7 @@ from .errors import ErrorBody, ErrorKind, Fault
 from .frames import (
     CONNECTION_CREDIT,
     DATA_CHUNK,
+    MAX_PAYLOAD,
     STREAM_CREDIT,
     FrameReader,
     FrameType,
@@ -103,6 +104,19 @@ def _lost(message: str) -> Fault:
 class _Flow:
     """One end of one stream: credit both ways and the queue of what arrived."""
 
+    __slots__ = (
+        "_unacked",
+        "_wake",
+        "connection",
+        "ended",
+        "failure",
+        "id",
+        "items",
+        "peer_ended",
+        "receive_credit",
+        "send_credit",
+    )
+
     def __init__(self, connection: _Connection, stream_id: int) -> None:
         self.connection = connection
         self.id = stream_id
@@ -130,7 +144,7 @@ class _Flow:
 
     async def wait(self) -> None:
         """Until something changes on this stream (an item, its end, or credit)."""
-        self._wake = asyncio.get_running_loop().create_future()
+        self._wake = self.connection.new_future()
         try:
             await self._wake
         finally:
@@ -171,6 +185,9 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._loop = asyncio.get_running_loop()
+
+    def new_future(self) -> asyncio.Future[None]:
+        return self._loop.create_future()
 
     # -- transport callbacks --
 
@@ -361,6 +378,30 @@ class LinkStream:
                 body = ErrorBody(kind=ErrorKind.INTERNAL, message=f"unreadable error from the peer: {error}")
             self._flow.finish(Fault.from_body(body))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the result, or the failure, is there: nothing more will arrive."""
+        return self._flow.ended
+
+    def take(self) -> list[Data | Note]:
+        """What has arrived and was not yet read."""
+        flow = self._flow
+        if not flow.items:
+            return []
+        taken = list(flow.items)
+        flow.items.clear()
+        for item in taken:
+            if isinstance(item, Data):
+                flow.consumed(item)
+        return taken
+
+    async def change(self) -> None:
+        """Until something arrives, the stream ends, or `wake` is called."""
+        await self._flow.wait()
+
+    def wake(self) -> None:
+        self._flow.notify()
+
     async def send(self, data: bytes, channel: int = 0) -> None:
         await self._connection.send_data(self._flow, data, channel)
 
@@ -402,12 +443,12 @@ class LinkStream:
         assert self._result is not None
         return self._result if kind is None else decode(self._result, kind)
 
-    def cancel(self) -> None:
-        """We no longer listen. Harmless when the result is there already."""
+    def cancel(self, why: Fault | None = None) -> None:
+        """We no longer listen, and who waits for the result gets `why`. Harmless when the result is there already."""
         if not self._flow.ended:
             self._connection.write(FrameType.CANCEL, self._flow.id)
             self._connection.forget(self._flow.id)
-            self._flow.finish(Fault(ErrorKind.CONNECTION_LOST, "cancelled"))
+            self._flow.finish(why or Fault(ErrorKind.CONNECTION_LOST, "cancelled"))
         self._flow.drop()
 
 
@@ -500,8 +541,6 @@ class _ClientConnection(_Connection):
 
 
 def _bounded(payload: bytes, what: str) -> bytes:
-    from .frames import MAX_PAYLOAD
-
     if len(payload) > MAX_PAYLOAD:
         raise Fault(
             ErrorKind.TOO_LARGE,
