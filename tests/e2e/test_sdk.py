@@ -272,6 +272,12 @@ async def test_out_of_memory_is_typed_and_survived(client: DSecClient) -> None:
         result = await sandbox.run_shell("python3 -c 'x = bytearray(400 << 20)'; exit $?")
         assert (result.exit_code, result.reason) == (137, "oom"), "a shell tells of its child's end"
         assert (await sandbox.run_shell("exit 137")).reason is None
+        killed = await sandbox.start(["python3", "-c", "x = bytearray(400 << 20)"])
+        assert [(await killed.wait()).reason for _ in range(2)] == ["oom"] * 2, "asked again, told the same"
+        await sandbox.run_shell("python3 -c 'x = bytearray(400 << 20)'; true")
+        sleeper = await sandbox.start("sleep 60")
+        await sleeper.signal("KILL")
+        assert (await sleeper.wait()).reason is None, "the caller killed it, not the limit that hit another before"
         assert (await sandbox.run_shell("echo alive")).text == "alive\n"
 
 

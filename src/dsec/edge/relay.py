@@ -42,6 +42,11 @@ class _Attach(Target, frozen=True):
     cursor: int = 0
 
 
+class _Signal(Target, frozen=True):
+    exec_id: str = ""
+    signal: int = 0
+
+
 _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
                 "max_output_bytes", "merge_stderr", "detached", "cursor", "follow")  # fmt: skip
 _OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
@@ -86,6 +91,8 @@ class Relay:
         target = call.params(Target)
         sandbox = self._lifecycle.running(target.sandbox, target.incarnation)
         fields = {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
+        if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
+            sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
         with sandbox.activity() if call.method.startswith("fs.") else ExitStack():
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
                                         resend=call.method in _RESENDABLE)  # fmt: skip
@@ -132,24 +139,30 @@ class Relay:
         done = decode(reply, ExecDone)
         reason, detail = None, ""
         if done.exit_code == _KILLED and done.timed_out is None:  # by a signal, or a shell says so of its child
-            reason, detail = await self._why_killed(sandbox)
+            reason, detail = await self._why_killed(sandbox, done.exec_id)
         sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({reason})" if reason else ""))
         return msgspec.structs.replace(done, incarnation=sandbox.incarnation, reason=reason, detail=detail)
 
-    async def _why_killed(self, sandbox: Sandbox) -> tuple[str | None, str]:
+    async def _why_killed(self, sandbox: Sandbox, exec_id: str) -> tuple[str | None, str]:
         """A command died of SIGKILL: the kernel's counters tell whether the memory limit did it."""
+        if (known := sandbox.why_ended(exec_id)) is not None:
+            return known
         try:
             usage = await self._lifecycle.backend.usage(sandbox.id)
         except LauncherFailed:
             if sandbox.state is not State.RUNNING:
                 raise sandbox.unavailable() from None
             return None, ""
-        if usage.oom_kills <= sandbox.oom_kills:
-            return None, ""
-        sandbox.oom_kills = usage.oom_kills
-        limit = sandbox.args.memory_limit_mb
-        peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
-        return "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
+        if (known := sandbox.why_ended(exec_id)) is not None:  # somebody else asked meanwhile
+            return known
+        why: tuple[str | None, str] = None, ""
+        if usage.oom_kills > sandbox.oom_kills:
+            sandbox.oom_kills = usage.oom_kills
+            limit = sandbox.args.memory_limit_mb
+            peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
+            why = "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
+        sandbox.remember_why(exec_id, why)
+        return why
 
 
 async def _pump(call: Call, stream: LinkStream) -> None:

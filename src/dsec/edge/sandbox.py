@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from dsec.protocol.link import LinkClient
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 
 _LOG_LINES = 200
+_REASONS = 256
 _ENDED = (State.STOPPED, State.FAILED)
 
 
@@ -41,6 +42,7 @@ class Sandbox:
         self.pid = 0
         self.pidfd = -1
         self.oom_kills = 0
+        self._why_ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.ended = asyncio.Event()
@@ -57,6 +59,15 @@ class Sandbox:
 
     def log(self, line: str) -> None:
         self.lines.append((time.time(), line))
+
+    def why_ended(self, exec_id: str) -> tuple[str | None, str] | None:
+        """(reason, detail) of a killed command, once found out: whoever asks again is told the same."""
+        return self._why_ended.get(exec_id)
+
+    def remember_why(self, exec_id: str, why: tuple[str | None, str]) -> None:
+        self._why_ended.setdefault(exec_id, why)
+        if len(self._why_ended) > _REASONS:
+            self._why_ended.popitem(last=False)
 
     @contextmanager
     def activity(self) -> Iterator[None]:
