@@ -144,12 +144,15 @@ def test_up_twice_use_and_down(tmp_path: Path) -> None:
 def test_foreground_ends_with_ctrl_c(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path / "state")
     process = cli.start("up", "--port", "0", "--foreground")
-    assert process.stdout is not None
-    assert select.select([process.stdout], [], [], 60)[0], "not ready within a minute"
-    assert b"DSec answers at" in process.stdout.readline()
-    assert cli("run", BASE, "--", "true").code == 0
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=100) == 130
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 60)[0], "not ready within a minute"
+        assert b"DSec answers at" in process.stdout.readline()
+        assert cli("run", BASE, "--", "true").code == 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=100)
+    assert code == 130
     assert cli("status").code == 69
 
 
