@@ -43,6 +43,7 @@ class Launcher:
             )  # fmt: skip
         self.runtime = runtime
         self.run = run
+        self.uppers = uppers
         self.name = name
         self.socket = ours
         self.events: list[dict[str, Any]] = []

@@ -6,12 +6,14 @@ import errno
 import os
 import select
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from dsec.backends.runtime import runtime_path
 from dsec.protocol.errors import Fault
-from tests.runtime.conftest import Start, alive
+from tests.runtime.conftest import Start, alive, leftovers
 from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
 
 
@@ -228,6 +230,45 @@ async def test_without_a_launcher_a_first_command_fails_by_name(start: Start) ->
     first.process.wait()
     with pytest.raises(Fault, match="the launcher is gone"):
         await attack(first, "sb-a", "cat", "/hidden")
+
+
+def test_a_second_launcher_waits_for_the_first_to_leave(start: Start) -> None:
+    first = start()
+    first.create("sb-a")
+    second = Launcher(first.runtime, first.run, first.uppers, first.name)
+    try:
+        asked = second.send("status")
+        with pytest.raises(TimeoutError):
+            second.receive(time.monotonic() + 0.3)
+        first.close()
+        assert second.reply(asked)["live"] == 1
+        second.call("sweep", keep=[])
+    finally:
+        second.close()
+
+
+def test_a_damaged_image_is_made_anew(start: Start, uppers: str) -> None:
+    if uppers.startswith("dir:"):
+        pytest.skip("there is no image")
+    first = start()
+    first.create("sb-a")
+    first.call("stop", sandbox="sb-a")
+    first.close()
+    image = uppers.split(":")[1]
+    with open(image, "r+b") as file:
+        file.seek(65536 + 0x100)
+        file.write(os.urandom(2048))
+    start().create("sb-a")
+
+
+def test_a_file_that_is_no_image_is_left_alone(place: Path, images: dict[str, Path]) -> None:
+    other = place / "precious"
+    other.write_bytes(b"mine" * 300_000)
+    launcher = Launcher(runtime_path(), place / "run", f"btrfs:{other}:{64 * MIB}", "rttest")
+    assert launcher.process.wait(DEADLINE) == 1
+    launcher.socket.close()
+    assert other.read_bytes() == b"mine" * 300_000
+    assert leftovers(place) == []
 
 
 def test_a_killed_launcher_leaves_only_sandboxes(start: Start, place: Path) -> None:

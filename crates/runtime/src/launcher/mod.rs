@@ -161,18 +161,11 @@ impl Launcher {
         raise_open_files();
         // SAFETY: sets this process's mask for new files.
         unsafe { libc::umask(0o022) };
-        let cgroups = Cgroups::open(&options.name)?;
-        let device = uppers::attach_device(&options.uppers)?;
-        root::leave_host()?;
-        let prepared = uppers::prepare(&device)?;
         let sockets = root::open_sockets(&options.run)?;
-        root::build(&prepared.mount)?;
-        unsafe { crate::sys!(SYS_fchdir, sockets.as_raw_fd()) }
-            .at("start", || "enter the sockets' directory".into())?;
-        let uppers = uppers::Uppers::open(prepared)?;
-        let zygote = zygote::Zygote::start(&null)?;
-        cgroups.place_zygote(zygote.pid())?;
-        drop(device); // the mount holds the loop device now, and it goes with the last mount
+        let cgroups = Cgroups::open(&options.name)?;
+        // Nothing may be left of a start that fails.
+        let made = Self::move_in(&options, &sockets, &null, &cgroups).inspect_err(|_| cgroups.leave());
+        let (uppers, zygote) = made?;
         let mut launcher = Launcher {
             tools: Tools { cgroups, uppers, zygote, null, sockets },
             control: Control::new(control),
@@ -199,6 +192,27 @@ impl Launcher {
         launcher.poller.add(launcher.tools.zygote.fd(), Token::Zygote).at("start", || "watch the zygote".into())?;
         launcher.adopt();
         Ok(launcher)
+    }
+
+    /// Uppers, private root, zygote.
+    fn move_in(
+        options: &Options,
+        sockets: &OwnedFd,
+        null: &OwnedFd,
+        cgroups: &Cgroups,
+    ) -> Result<(uppers::Uppers, zygote::Zygote), Failure> {
+        let device = uppers::attach_device(&options.uppers)?;
+        root::leave_host()?;
+        let prepared = uppers::prepare(&device)?;
+        root::build(&prepared.mount)?;
+        unsafe { crate::sys!(SYS_fchdir, sockets.as_raw_fd()) }
+            .at("start", || "enter the sockets' directory".into())?;
+        let uppers = uppers::Uppers::open(prepared)?;
+        let zygote = zygote::Zygote::start(null)?;
+        cgroups.place_zygote(zygote.pid())?;
+        // The mount holds the loop device now, and it goes with the last mount.
+        drop(device);
+        Ok((uppers, zygote))
     }
 
     /// Until the edge's end is closed.

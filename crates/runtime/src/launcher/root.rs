@@ -93,5 +93,20 @@ pub fn open_sockets(run: &str) -> Result<OwnedFd, Failure> {
     // A mount of its own, so that it does not go with the old root; opened again because a tree's descriptor cannot be read.
     let tree = clone_tree(libc::AT_FDCWD, &c(path.as_str())).at(STAGE, || format!("open {path}"))?;
     let directory = libc::O_RDONLY | libc::O_DIRECTORY;
-    sys::openat(tree.as_raw_fd(), c".", directory, 0).at(STAGE, || format!("open {path}"))
+    let opened = sys::openat(tree.as_raw_fd(), c".", directory, 0).at(STAGE, || format!("open {path}"))?;
+    lock(&opened).at(STAGE, || format!("lock {path}: another launcher uses it"))?;
+    Ok(opened)
+}
+
+/// One launcher at a time: a second would take the first one's sandboxes for leftovers. The first may just be leaving.
+fn lock(directory: &OwnedFd) -> sys::Result<()> {
+    let give_up = sys::now_us() + 10_000_000;
+    loop {
+        match unsafe { crate::sys!(SYS_flock, directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
+            Err(Errno(libc::EAGAIN)) if sys::now_us() < give_up => {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            other => return other.map(drop),
+        }
+    }
 }

@@ -3,11 +3,12 @@
 //! btrfs in an image file: a subvolume per sandbox, made and destroyed in a tenth of a millisecond, with a hard limit.
 //! Plain directories where that is not to be had: no hard limit, usage by walking (the edge watches).
 
+use super::log;
 use crate::sys::{self, btrfs, c, loopdev, mount, At, Errno, Failure};
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::process::Command;
 
 const STAGE: &str = "upper";
@@ -56,9 +57,8 @@ pub fn attach_device(option: &str) -> Result<Device, Failure> {
             let (path, size) = rest.rsplit_once(':').ok_or_else(usage)?;
             let size: u64 = size.parse().map_err(|_| usage())?;
             let image = open_image(path, size)?;
-            let (device, name) =
-                loopdev::attach(&image, path).at(STAGE, || format!("attach {path} to a loop device"))?;
-            Ok(Device::Loop { image: path.into(), _device: device, name })
+            let attached = loopdev::attach(&image, path).at(STAGE, || format!("attach {path} to a loop device"))?;
+            Ok(Device::Loop { image: path.into(), attached })
         }
         _ => Err(usage()),
     }
@@ -66,12 +66,7 @@ pub fn attach_device(option: &str) -> Result<Device, Failure> {
 
 pub enum Device {
     Directory(String),
-    /// `_device` is held until the mount holds it.
-    Loop {
-        image: String,
-        _device: OwnedFd,
-        name: String,
-    },
+    Loop { image: String, attached: loopdev::Attached },
 }
 
 fn open_image(path: &str, size: u64) -> Result<std::fs::File, Failure> {
@@ -81,7 +76,9 @@ fn open_image(path: &str, size: u64) -> Result<std::fs::File, Failure> {
     let length = image.metadata().map_err(Errno::from).at(STAGE, || format!("stat {path}"))?.len();
     if length == 0 {
         image.set_len(size).map_err(Errno::from).at(STAGE, || format!("extend {path} to {size} bytes"))?;
-        make_filesystem(path)?;
+        make_filesystem(path).inspect_err(|_| {
+            let _ = std::fs::remove_file(path);
+        })?;
     }
     Ok(image)
 }
@@ -93,13 +90,11 @@ fn make_filesystem(path: &str) -> Result<(), Failure> {
     let output = match made {
         Ok(output) => output,
         Err(error) => {
-            let _ = std::fs::remove_file(path);
             let text = format!("run mkfs.btrfs: {error}; install it with: apt-get install btrfs-progs");
             return Err(Failure::new(STAGE, text, error.raw_os_error().unwrap_or(libc::EIO)));
         }
     };
     if !output.status.success() {
-        let _ = std::fs::remove_file(path);
         let text = format!("mkfs.btrfs {path}: {}", String::from_utf8_lossy(&output.stderr).trim());
         return Err(Failure::new(STAGE, text, libc::EIO));
     }
@@ -115,19 +110,36 @@ pub fn prepare(device: &Device) -> Result<Prepared, Failure> {
             mount::add_flags(&tree, flags).at(STAGE, || format!("set mount flags of {path}"))?;
             Ok(Prepared { mount: tree, groups: None, btrfs: false })
         }
-        Device::Loop { image, name, .. } => {
-            let mut options = vec![(c"source", Some(c(name.as_str())))];
-            options.extend(OPTIONS.iter().map(|(key, value)| (*key, value.map(|v| v.to_owned()))));
-            let options: Vec<_> = options.iter().map(|(key, value)| (*key, value.as_deref())).collect();
-            let made = mount::new_filesystem(c"btrfs", &options, flags);
-            let text = || format!("mount btrfs of {image} ({name}); if it is damaged, remove the file");
-            Ok(Prepared {
-                mount: made.map_err(|failure| failure.at(STAGE, text()))?,
-                groups: quota_groups(name),
-                btrfs: true,
-            })
+        Device::Loop { image, attached } => {
+            let mounted = mount_device(&attached.path, flags).or_else(|failure| {
+                if !attached.fresh || !is_btrfs(attached) {
+                    return Err(failure);
+                }
+                // Damaged by a crash of the machine, or of a newer kernel: what was in it ended with its sandboxes.
+                log(&failure.at(STAGE, format!("made {image} anew, for it could not be mounted")));
+                make_filesystem(&attached.path)?;
+                mount_device(&attached.path, flags)
+            });
+            let text = || format!("mount btrfs of {image} ({}); if it is damaged, remove the file", attached.path);
+            let mount = mounted.map_err(|failure| failure.at(STAGE, text()))?;
+            Ok(Prepared { mount, groups: quota_groups(&attached.path), btrfs: true })
         }
     }
+}
+
+fn mount_device(device: &str, flags: u64) -> Result<OwnedFd, Failure> {
+    let source = c(device);
+    let mut options = vec![(c"source", Some(source.as_c_str()))];
+    options.extend(OPTIONS);
+    mount::new_filesystem(c"btrfs", &options, flags)
+}
+
+/// Whether the device holds what was a btrfs once: only that is ours to make anew.
+fn is_btrfs(attached: &loopdev::Attached) -> bool {
+    const MAGIC: (u64, &[u8; 8]) = (0x1_0040, b"_BHRfS_M");
+    let mut found = [0; 8];
+    let read = std::fs::File::open(&attached.path).and_then(|device| device.read_exact_at(&mut found, MAGIC.0));
+    read.is_ok() && found == *MAGIC.1
 }
 
 /// Where the kernel shows the quota groups of the filesystem on a device: `/sys/fs/btrfs/<id>/qgroups` comes with quotas.

@@ -20,11 +20,20 @@ struct Config {
     rest: [u8; 64 + 64 + 32 + 16 + 64],
 }
 
-/// Attaches a file and returns the device, held open, and its path. When live sandboxes of an earlier launcher still hold a
+/// A loop device, held open until a mount holds it.
+pub struct Attached {
+    _device: OwnedFd,
+    pub path: String,
+    /// Nobody else has it.
+    pub fresh: bool,
+}
+
+/// Attaches a file to a loop device. When live sandboxes of an earlier launcher still hold a
 /// device on this file, that one is taken: a second device on the file would destroy the filesystem.
-pub fn attach(image: &std::fs::File, path: &str) -> Result<(OwnedFd, String)> {
+pub fn attach(image: &std::fs::File, path: &str) -> Result<Attached> {
     if let Some(number) = attached(path, image)? {
-        return open_device(number);
+        let (device, path) = open_device(number)?;
+        return Ok(Attached { _device: device, path, fresh: false });
     }
     let control = openat(libc::AT_FDCWD, c"/dev/loop-control", libc::O_RDWR, 0)?;
     for _ in 0..64 {
@@ -36,7 +45,7 @@ pub fn attach(image: &std::fs::File, path: &str) -> Result<(OwnedFd, String)> {
         }
         // Best effort: without it every block is cached twice.
         let _ = unsafe { sys!(SYS_ioctl, device.as_raw_fd(), LOOP_SET_DIRECT_IO, 1) };
-        return Ok((device, name));
+        return Ok(Attached { _device: device, path: name, fresh: true });
     }
     Err(Errno(libc::EBUSY))
 }
