@@ -120,7 +120,9 @@ def _run(arguments: argparse.Namespace, directory: Path) -> None:
     edge_socket, key = directory / "edge.sock", directory / "api.key"
     key.touch(0o600)
     key.write_text(KEY)
-    edge = subprocess.Popen([sys.executable, "-m", __spec__.name, "--edge", str(edge_socket)], stdout=subprocess.PIPE)
+    edge = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.request_cost", "--edge", str(edge_socket)], stdout=subprocess.PIPE
+    )
     assert edge.stdout is not None and edge.stdout.readline()
     ready, told = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as listening:

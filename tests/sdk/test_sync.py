@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -88,3 +89,31 @@ async def test_a_session(url: str, edge: FakeEdge, tmp_path: Path) -> None:
 
     ended = await in_thread(session)
     assert edge.boxes[ended].state == "stopped"
+
+
+FORKING = """
+import gc, os, sys
+from dsec.sync import DSecClient, DSecContainerRunArgs
+
+def use(client):
+    with client.run_container(DSecContainerRunArgs("debian@12")) as sandbox:
+        assert sandbox.exec(["echo", "a"]).text == "a\\n"
+
+with DSecClient(sys.argv[1], sys.argv[2]) as client:
+    use(client)
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            with DSecClient(sys.argv[1], sys.argv[2]) as own:
+                use(own)
+            gc.collect()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        use(client)
+"""
+
+
+async def test_a_forked_child_has_a_loop_of_its_own(url: str) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKING, url, KEY)
+    async with asyncio.timeout(30):
+        assert await process.wait() == 0

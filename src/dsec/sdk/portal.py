@@ -8,10 +8,13 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
+import uvloop
+
 T = TypeVar("T")
 _END = object()
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_forgotten: list[asyncio.AbstractEventLoop | None] = []
 
 
 def _running() -> asyncio.AbstractEventLoop:
@@ -19,14 +22,18 @@ def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            _loop = uvloop.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="dsec-sync", daemon=True).start()
         return _loop
 
 
 def _forget() -> None:
-    """After a fork the thread is not there: a child starts its own, with clients of its own."""
+    """After a fork the thread is not there: a child starts its own, with clients of its own.
+
+    The parent's loop is kept as it is: taking it apart would touch what the parent still uses.
+    """
     global _loop, _lock
+    _forgotten.append(_loop)
     _loop, _lock = None, threading.Lock()
 
 
