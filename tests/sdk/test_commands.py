@@ -132,7 +132,9 @@ async def test_leaving_the_events_just_before_the_end_is_no_failure_of_the_serve
             break
         assert (await process.wait()).ok
 
-    await asyncio.gather(*(look(f"0.0{number}") for number in range(10) for _ in range(3)))  # its log is read at the end
+    await asyncio.gather(
+        *(look(f"0.0{number}") for number in range(10) for _ in range(3))
+    )  # its log is read at the end
 
 
 async def test_processes_and_signals(sandbox: Sandbox) -> None:
