@@ -103,7 +103,16 @@ class LauncherClient:
 
     @classmethod
     async def start(
-        cls, runtime: Path, *, name: str, run: Path, uppers: str, pool: int, log: int, on_lost: Callable[[str], None]
+        cls,
+        runtime: Path,
+        *,
+        name: str,
+        run: Path,
+        uppers: str,
+        pool: int,
+        ephemeral: bool,
+        log: int,
+        on_lost: Callable[[str], None],
     ) -> LauncherClient:
         """Starts `dsec-runtime launcher`; uppers is `btrfs:IMAGE:SIZE` or `dir:DIR`; log a descriptor for its stderr."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,7 +123,7 @@ class LauncherClient:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     runtime, "launcher", "--control-fd", str(theirs.fileno()), "--run", run, "--name", name,
-                    "--uppers", uppers, "--pool", str(pool),
+                    "--uppers", uppers, "--pool", str(pool), "--ephemeral", "yes" if ephemeral else "no",
                     pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip

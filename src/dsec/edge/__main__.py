@@ -28,6 +28,7 @@ from .admission import Admission
 from .config import MAX_OUTPUT, EdgeConfig, from_arguments
 from .journal import Journal
 from .lifecycle import Lifecycle
+from .limits import DiskWatch
 from .service import Service, socket_directory
 
 VERSION = "0.1.0"
@@ -73,14 +74,17 @@ class Edge:
         )
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
-        ttls = asyncio.create_task(self._lifecycle.watch_ttls())
+        self._in_background(self._lifecycle.watch_ttls())
+        if self._config.uppers == "dir":
+            self._in_background(DiskWatch(self._lifecycle, self._runtime, self._config.state).run())
         _say_ready(self._config.ready, "ok")
         self._in_background(self._probe(service))
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLD)
         await self._stopping.wait()
         _log.info("stopping")
-        ttls.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._lifecycle.close(Reason.EDGE_RESTART)
         await server.close()
         if self._backend.launcher is not None:
@@ -106,7 +110,7 @@ class Edge:
     async def _start_launcher(self) -> None:
         self._backend.launcher = await LauncherClient.start(
             self._runtime, name=self._config.name, run=self._config.run, uppers=self._config.uppers_argument(),
-            pool=self._config.pool, log=sys.stderr.fileno(), on_lost=self._launcher_lost,
+            pool=self._config.pool, ephemeral=self._config.ephemeral, log=sys.stderr.fileno(), on_lost=self._launcher_lost,
         )  # fmt: skip
         await self._backend.launcher.call("status")
 

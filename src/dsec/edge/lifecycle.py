@@ -206,6 +206,12 @@ class Lifecycle:
         if wait:
             await sandbox.ended.wait()
 
+    def end(self, sandbox: Sandbox, reason: Reason, detail: str) -> None:
+        """The edge itself ends a running sandbox, by name."""
+        if sandbox.stop_reason is None and sandbox.state is State.RUNNING:
+            sandbox.stop_reason = reason
+            self._schedule_removal(sandbox, reason, detail)
+
     def _died(self, sandbox: Sandbox) -> None:
         self._close_pidfd(sandbox)
         if sandbox.state in (State.RUNNING, State.CREATING):

@@ -46,7 +46,12 @@ impl Fault {
             libc::ELOOP | libc::EINVAL | libc::ENAMETOOLONG | libc::ENXIO | libc::ENODEV => "file_invalid",
             _ => "file_io",
         };
-        Fault::new(kind, format!("{}: {}", String::from_utf8_lossy(path), describe(errno)))
+        let hint = match kind {
+            "file_permission" => "act as another user (user=), or let a command do it, as with all of /proc",
+            "no_space" => "the sandbox's disk limit (disk_limit_mb) is reached, or the node's disk is full",
+            _ => "",
+        };
+        Fault::new(kind, format!("{}: {}", String::from_utf8_lossy(path), describe(errno))).hint(hint)
     }
 
     /// The payload of an ERROR frame.

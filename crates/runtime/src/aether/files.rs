@@ -231,6 +231,7 @@ pub fn open_regular(dir: i32, path: &CStr, resolve: u64) -> os::Result<(Fd, libc
     };
     let seen = os::open(dir, path, libc::O_PATH, 0, resolve)?;
     is_regular(&os::fstat(seen.0)?)?;
+    os::not_of_proc(seen.0)?;
     let file = os::open(dir, path, libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY, 0, resolve)?;
     let stat = os::fstat(file.0)?;
     is_regular(&stat)?;

@@ -58,8 +58,23 @@ pub fn lstat(dir: i32, name: &CStr) -> Result<libc::stat> {
     check(unsafe { libc::fstatat(dir, name.as_ptr(), &mut stat, libc::AT_SYMLINK_NOFOLLOW) }).map(|_| stat)
 }
 
+/// EACCES for what lies on procfs: aether, asked to look there, would see itself with its own eyes. A command may.
+pub fn not_of_proc(fd: i32) -> Result<()> {
+    const PROC_SUPER_MAGIC: libc::c_long = 0x9fa0;
+    let mut about: libc::statfs = unsafe { std::mem::zeroed() };
+    check(unsafe { libc::fstatfs(fd, &mut about) } as i64)?;
+    if about.f_type == PROC_SUPER_MAGIC {
+        Err(libc::EACCES)
+    } else {
+        Ok(())
+    }
+}
+
 /// Where a link points; with an empty name the link that `dir` itself is (opened with O_PATH | O_NOFOLLOW).
 pub fn readlink(dir: i32, name: &CStr) -> Result<Vec<u8>> {
+    if dir >= 0 {
+        not_of_proc(dir)?;
+    }
     let mut target = vec![0; libc::PATH_MAX as usize];
     let size = check(unsafe { libc::readlinkat(dir, name.as_ptr(), target.as_mut_ptr().cast(), target.len()) } as i64)?;
     target.truncate(size as usize);

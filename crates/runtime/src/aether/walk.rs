@@ -28,8 +28,13 @@ fn fault(errno: i32, path: &[u8]) -> Fault {
 
 /// Opens a directory to read its entries.
 pub fn open_to_list(dir: i32, name: &CStr, resolve: u64) -> os::Result<Fd> {
-    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NONBLOCK;
-    os::open(dir, name, flags, 0, resolve)
+    let opened = open_any(dir, name, resolve)?;
+    os::not_of_proc(opened.0)?;
+    Ok(opened)
+}
+
+fn open_any(dir: i32, name: &CStr, resolve: u64) -> os::Result<Fd> {
+    os::open(dir, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NONBLOCK, 0, resolve)
 }
 
 /// Calls `each` with the names of the next entries of a directory. False: there were none.
@@ -147,7 +152,8 @@ impl Walk {
             let path = String::from_utf8_lossy(&self.path);
             return Err(Fault::new("file_invalid", format!("{path}: more than {MAX_DEPTH} directories deep")));
         }
-        match open_to_list(self.dir(), name, BENEATH) {
+        match open_any(self.dir(), name, BENEATH) {
+            Ok(dir) if os::not_of_proc(dir.0).is_err() => {} // a walk over everything passes it by
             Ok(dir) => self.push(dir),
             Err(libc::ENOENT | libc::ENOTDIR | libc::ELOOP) => {} // it was replaced: no directory any more
             Err(errno) => return Err(fault(errno, &self.path)),

@@ -11,9 +11,9 @@ use std::io::{BufWriter, StdoutLock, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 /// Below this nothing is walked; the stream says that it is not whole.
-const MAX_DEPTH: usize = 512;
+pub(super) const MAX_DEPTH: usize = 512;
 const DATA_FRAME: usize = 256 * 1024;
-const DAC_READ_SEARCH: u64 = 1 << 2;
+pub(super) const DAC_READ_SEARCH: u64 = 1 << 2;
 /// Ids are mapped in ranges of this size (`launcher::ids`).
 const RANGE: u32 = 65_536;
 const FIRST_BASE: u32 = 100_000;
@@ -103,7 +103,7 @@ fn enter(fd: RawFd) -> sys::Result<OwnedFd> {
     sys::openat(libc::AT_FDCWD, c".", libc::O_RDONLY | libc::O_DIRECTORY, 0)
 }
 
-fn stat(dir: RawFd, name: &CStr) -> sys::Result<libc::stat> {
+pub(super) fn stat(dir: RawFd, name: &CStr) -> sys::Result<libc::stat> {
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     let flags = libc::AT_SYMLINK_NOFOLLOW | libc::AT_EMPTY_PATH;
     unsafe { crate::sys!(SYS_newfstatat, dir, name.as_ptr(), &raw mut stat, flags) }.map(|_| stat)
@@ -259,16 +259,16 @@ fn is_opaque(directory: &OwnedFd) -> bool {
 }
 
 /// The names of a directory, one buffer of the kernel's at a time, each sorted.
-struct Names {
+pub(super) struct Names {
     buffer: Vec<u8>,
 }
 
 impl Names {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Names { buffer: vec![0; 64 * 1024] }
     }
 
-    fn next(&mut self, directory: RawFd) -> Option<Vec<CString>> {
+    pub(super) fn next(&mut self, directory: RawFd) -> Option<Vec<CString>> {
         let length = self.buffer.len();
         let read = unsafe { crate::sys!(SYS_getdents64, directory, self.buffer.as_mut_ptr(), length) };
         match read {

@@ -34,13 +34,21 @@ struct Options {
     name: String,
     uppers: String,
     pool: usize,
+    ephemeral: bool,
 }
 
 const USAGE: &str = "usage: dsec-runtime launcher --control-fd N --run DIR --name EDGE \
-                     --uppers btrfs:IMAGE:SIZE|dir:DIR [--pool N]";
+                     --uppers btrfs:IMAGE:SIZE|dir:DIR [--pool N] [--ephemeral yes|no]";
 
 fn parse(args: &[String]) -> Option<Options> {
-    let mut options = Options { control: -1, run: String::new(), name: String::new(), uppers: String::new(), pool: 16 };
+    let mut options = Options {
+        control: -1,
+        run: String::new(),
+        name: String::new(),
+        uppers: String::new(),
+        pool: 16,
+        ephemeral: false,
+    };
     for pair in args.chunks(2) {
         let [key, value] = pair else { return None };
         match key.as_str() {
@@ -49,6 +57,7 @@ fn parse(args: &[String]) -> Option<Options> {
             "--name" => options.name = value.clone(),
             "--uppers" => options.uppers = value.clone(),
             "--pool" => options.pool = value.parse().ok()?,
+            "--ephemeral" => options.ephemeral = value == "yes",
             _ => return None,
         }
     }
@@ -98,6 +107,8 @@ struct Launcher {
     /// Slots ready for use.
     pool: VecDeque<u32>,
     pool_size: usize,
+    /// No later edge will come for what this one leaves: it ends with the launcher.
+    ephemeral: bool,
     /// Slots whose PID 1 is ordered from the zygote, in order; and how many of these and later ones are not ready yet.
     begun: VecDeque<slot::Begun>,
     preparing: usize,
@@ -177,6 +188,7 @@ impl Launcher {
             names: HashMap::new(),
             pool: VecDeque::new(),
             pool_size: options.pool,
+            ephemeral: options.ephemeral,
             begun: VecDeque::new(),
             preparing: 0,
             entering: 0,

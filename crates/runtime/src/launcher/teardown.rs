@@ -116,12 +116,13 @@ impl Launcher {
         }
     }
 
-    /// The edge is gone: what is not a sandbox yet ends with us; sandboxes live on.
+    /// The edge is gone: what is not a sandbox yet ends with us; sandboxes live on, unless nobody could come for them.
     pub fn leave(&mut self) {
-        let deadline = now_us() + 5_000_000;
+        let deadline = now_us() + if self.ephemeral { 60_000_000 } else { 5_000_000 };
+        let ephemeral = self.ephemeral;
         loop {
-            let unborn = |t: &Tenant| !matches!(t.phase, Phase::Live | Phase::Ended);
-            let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| unborn(t)).map(|(n, _)| *n).collect();
+            let ends = |t: &Tenant| ephemeral || !matches!(t.phase, Phase::Live | Phase::Ended);
+            let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| ends(t)).map(|(n, _)| *n).collect();
             if (numbers.is_empty() && self.begun.is_empty()) || now_us() > deadline {
                 break;
             }

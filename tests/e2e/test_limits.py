@@ -1,0 +1,82 @@
+"""Limits hold, and what they end has a name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import dsec
+from dsec.cluster import embedded
+from dsec.layers import LayerStore
+
+from .conftest import BASE
+
+MIB = 1024 * 1024
+
+
+async def test_the_disk_limit_is_hard(client: dsec.DSecClient) -> None:
+    args = dsec.DSecContainerRunArgs(BASE, disk_limit_mb=40)
+    async with client.run_container(args) as sandbox:
+        result = await sandbox.run_shell("head -c 100M /dev/zero > /var/big; echo $?; stat -c %s /var/big")
+        code, size = result.text.split()
+        assert code != "0" and int(size) <= 41 * MIB
+        assert "quota" in result.stderr_text.lower() or "space" in result.stderr_text.lower()
+        with pytest.raises(OSError):
+            await sandbox.files.write("/var/more", b"x" * 8 * MIB)
+        await sandbox.files.remove("/var/big")
+        assert (await sandbox.run_shell("echo answers")).text == "answers\n"
+
+
+async def test_a_subvolume_does_not_escape_the_disk_limit(client: dsec.DSecClient) -> None:
+    args = dsec.DSecContainerRunArgs(BASE, disk_limit_mb=40)
+    async with client.run_container(args) as sandbox:
+        result = await sandbox.run_shell("head -c 100M /dev/zero > /dev/shm/big; stat -c %s /dev/shm/big")
+        assert int(result.text) <= 41 * MIB
+
+
+async def test_a_memory_hog_is_named_and_the_sandbox_answers(client: dsec.DSecClient) -> None:
+    args = dsec.DSecContainerRunArgs(BASE, memory_limit_mb=64)
+    async with client.run_container(args) as sandbox:
+        hog = await sandbox.exec(["python3", "-c", "b = bytearray(300 * 2**20)"])
+        assert (hog.exit_code, hog.signal, hog.reason) == (137, "KILL", "oom") and "64 MiB" in hog.detail
+        assert (await sandbox.run_shell("echo answers")).text == "answers\n"
+        assert (await sandbox.info()).usage.oom_kills >= 1
+
+
+async def test_a_fork_storm_is_held_and_the_sandbox_answers(client: dsec.DSecClient) -> None:
+    args = dsec.DSecContainerRunArgs(BASE, pids_limit=50)
+    async with client.run_container(args) as sandbox:
+        storm = await sandbox.start("f() { f | f & }; f", timeout=20)
+        for _ in range(5):
+            result = await sandbox.exec(["/bin/echo", "answers"], timeout=20)
+            assert result.text == "answers\n"
+        usage = await sandbox.metrics()
+        assert usage.pids <= 51
+        await storm.signal("KILL")
+
+
+async def test_the_cpu_limit_holds(client: dsec.DSecClient) -> None:
+    args = dsec.DSecContainerRunArgs(BASE, cpu_cores_limit=0.2)
+    async with client.run_container(args) as sandbox:
+        await sandbox.exec(["timeout", "2", "sh", "-c", "while :; do :; done"])
+        assert (await sandbox.metrics()).cpu_s < 1.0
+
+
+async def test_watched_uppers_end_a_writer_by_name(store: LayerStore) -> None:
+    """Where the kernel offers no quota: at 500 MB/s at most 128 MB past the limit, and the end is `disk_full`."""
+    with embedded.private(uppers="dir") as endpoint:
+        key = Path(endpoint.key_file).read_text().strip()
+        async with dsec.DSecClient(endpoint.url, key) as client:
+            neighbour = await client.run_container(dsec.DSecContainerRunArgs(BASE))
+            sandbox = await client.run_container(dsec.DSecContainerRunArgs(BASE, disk_limit_mb=100))
+            with pytest.raises(dsec.SandboxUnavailable) as caught:
+                await sandbox.run_shell("head -c 2G /dev/zero > /var/big; sleep 30")
+            assert caught.value.reason == "disk_full" and not caught.value.reward_valid
+            info = await sandbox.info()
+            assert info.state.value == "stopped" and info.reason is not None and info.reason.value == "disk_full"
+            reached = int(info.detail.split(" MiB")[0])
+            assert 100 < reached <= 228, info.detail
+            assert (await neighbour.run_shell("echo answers")).text == "answers\n"
+            await asyncio.gather(neighbour.stop())
