@@ -29,6 +29,7 @@ _SETTLE_MOST_S = 30
 class Crowd(msgspec.Struct, frozen=True):
     count: int
     kb_each: float
+    kb_each_used: float | None
     created_per_s: float
     alive: int
     commands: list[float]
@@ -63,6 +64,8 @@ async def _measure(counts: tuple[int, ...]) -> tuple[Report, list[tuple[str, lis
 
 def _results(crowd: Crowd, floor: float | None, at_rest: float, *, last: bool) -> list[Result]:
     found = [result(f"kb_per_sandbox_{crowd.count}", crowd.kb_each, "KB", floor=floor)]
+    if crowd.kb_each_used is not None:
+        found.append(result(f"kb_per_sandbox_used_{crowd.count}", crowd.kb_each_used, "KB", floor=floor))
     if last:
         found += [
             result("alive", crowd.alive, "sandboxes", promise=Promise("value", "least", crowd.count)),
@@ -115,13 +118,30 @@ async def _crowd(place: Stage, count: int) -> Crowd:
     try:
         kb_each = (before - await _settled()) / count
         alive = len(agents(place.edge))
+        kb_each_used = None
+        if count <= _FLOOR_MOST:
+            await _use_all(sandboxes)
+            kb_each_used = (before - await _settled()) / count
         commands = await _commands(sandboxes)
         still = len(agents(place.edge))
     finally:
         await place.client.stop_many(labels={"dsec": "bench"})
     if len({sandbox.id for sandbox in sandboxes}) != count or still < alive:
         raise AssertionError(f"{count} asked for, {len(sandboxes)} answered, {alive} alive, {still} after the commands")
-    return Crowd(count, kb_each, count / elapsed, alive, commands)
+    return Crowd(count, kb_each, kb_each_used, count / elapsed, alive, commands)
+
+
+async def _use_all(sandboxes: list[Sandbox]) -> None:
+    """One command in each: what a sandbox gets only then (its memory, CPU and pids groups) is there afterwards."""
+    waiting = iter(sandboxes)
+
+    async def client() -> None:
+        for sandbox in waiting:
+            (await sandbox.exec(["true"])).check()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(client())
 
 
 async def _settled() -> int:

@@ -19,6 +19,7 @@ from dsec.protocol.specs import ExecDone, ExecSpec, State
 
 from .lifecycle import Lifecycle
 from .sandbox import Sandbox
+from .starts import Starts
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -58,6 +59,7 @@ _UPLOADS = frozenset(("fs.write", "fs.untar"))
 class Relay:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
+        self._starts = Starts()
 
     async def exec(self, call: Call) -> object:
         """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
@@ -68,14 +70,18 @@ class Relay:
             )
         sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
-        if params.detached and not params.follow:
-            reply = await self._forward(call, sandbox, "exec", fields, upload=False)
+        detached = params.detached and not params.follow
+        with ExitStack() if detached else sandbox.activity():
+            place = await self._starts.take()
+            try:
+                reply = await self._forward(
+                    call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
+                )
+            finally:
+                place.free()
+        if detached:
             sandbox.log(f"exec {params.exec_id} detached")
             return msgspec.Raw(reply)
-        with sandbox.activity():
-            reply = await self._forward(
-                call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
-            )
         return await self._done(sandbox, reply)
 
     async def attach(self, call: Call) -> object:
