@@ -11,7 +11,7 @@ import asyncio
 import os
 
 LANES = 2 * (os.cpu_count() or 1)
-HOLD_S = 0.02
+HOLD_S = 0.03
 
 
 class Place:
