@@ -48,6 +48,7 @@ def up(
     from dsec.cluster import embedded
 
     started = time.monotonic()
+    ran_before = embedded.status(state).running
     try:
         endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes)
     except KeyboardInterrupt:
@@ -59,6 +60,8 @@ def up(
         print_json(endpoint)
     else:
         print(f"DSec answers at {endpoint.url}")
+        if ran_before:
+            note("it ran already; other options than before take effect after `dsec down`")
         note(
             f"key in {endpoint.key_file}; ready in {time.monotonic() - started:.2f} s; try: dsec run debian@12 -- python3 -V"
         )
