@@ -25,9 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"layers", "protocol"},
     "edge": {"backends", "layers", "protocol"},
     "cluster": {"protocol"},
-    "rollout": {"sdk", "layers", "protocol", ""},
-    "demo": {"sdk", "layers", "cluster", "protocol", "rollout", "backends", ""},
-    "cli": {"sdk", "layers", "cluster", "protocol", "rollout", "demo", "backends", "sync", ""},
+    "demo": {"sdk", "layers", "cluster", "protocol", "backends", ""},
+    "cli": {"sdk", "layers", "cluster", "protocol", "demo", "backends", "sync", ""},
 }
 
 

@@ -1,0 +1,1 @@
+"""How the processes of a platform are started and found. `embedded` does it on one machine."""
