@@ -80,3 +80,30 @@ async def test_watched_uppers_end_a_writer_by_name(store: LayerStore) -> None:
             assert 100 < reached <= 228, info.detail
             assert (await neighbour.run_shell("echo answers")).text == "answers\n"
             await asyncio.gather(neighbour.stop())
+
+
+async def test_watching_too_much_keeps_no_command_from_starting(client: dsec.DSecClient) -> None:
+    """The kernel counts what a user watches through epoll, and aether has the same user as root inside."""
+    watches = int(Path("/proc/sys/fs/epoll/max_user_watches").read_text())
+    hog = """
+import os, resource, select
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+reader, writer = os.pipe()
+copies = [os.dup(reader) for _ in range(hard * 9 // 10)]
+sets = []
+try:
+    while True:
+        sets.append(select.epoll())
+        for copy in copies:
+            sets[-1].register(copy, select.EPOLLIN)
+except OSError as error:
+    print(error.strerror, flush=True)
+os.read(reader, 1)
+"""
+    args = dsec.DSecContainerRunArgs(BASE, memory_limit_mb=256 + watches * 320 // MIB)
+    async with client.run_container(args) as sandbox:
+        process = await sandbox.start(["python3", "-c", hog])
+        event = await anext(process.events())
+        assert isinstance(event, dsec.Stdout) and b"No space left" in event.data
+        assert (await sandbox.run_shell("echo answers", timeout=30)).text == "answers\n"

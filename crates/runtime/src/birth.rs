@@ -63,6 +63,9 @@ pub struct BirthReply {
 pub struct Sandbox {
     pub birth: Birth,
     pub listener: i32,
+    /// An epoll set that was made before the change of ids: the kernel counts what is watched by the user who made the set,
+    /// and root inside could use up all that its own user may watch.
+    pub epoll: i32,
     pub oom_adj: i32,
     pub spill: i32,
     pub cgroup2: i32,

@@ -99,7 +99,7 @@ fn occupy_low_descriptors() -> os::Result<()> {
 
 impl Aether {
     fn new(sandbox: Sandbox) -> os::Result<Aether> {
-        let Sandbox { birth, listener, oom_adj, spill, cgroup2, groups } = sandbox;
+        let Sandbox { birth, listener, epoll, oom_adj, spill, cgroup2, groups } = sandbox;
         unsafe {
             // freed memory goes back to the kernel, not to a pool of our own
             libc::mallopt(libc::M_MMAP_THRESHOLD, 64 * 1024);
@@ -111,7 +111,7 @@ impl Aether {
         check(unsafe { libc::fcntl(listener.0, libc::F_SETFL, libc::O_NONBLOCK) })?;
         let signals = prepare_signals()?;
         occupy_low_descriptors()?;
-        let epoll = Epoll::new()?;
+        let epoll = Epoll::of(Fd(epoll));
         epoll.watch(listener.0, libc::EPOLLIN, token::make(token::LISTENER, 0))?;
         epoll.watch(signals.0, libc::EPOLLIN, token::make(token::SIGNAL, 0))?;
         let setting = spawn::Setting::new(oom_adj, cgroup2, groups);

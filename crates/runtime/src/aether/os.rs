@@ -141,8 +141,9 @@ pub fn unix_time() -> f64 {
 pub struct Epoll(Fd);
 
 impl Epoll {
-    pub fn new() -> Result<Epoll> {
-        check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) }).map(|fd| Epoll(Fd(fd as i32)))
+    /// Of the set behind a descriptor.
+    pub fn of(fd: Fd) -> Epoll {
+        Epoll(fd)
     }
 
     /// A descriptor that leaves the set when it is closed.

@@ -51,6 +51,7 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
                 serve(Sandbox {
                     birth,
                     listener,
+                    epoll: libc::epoll_create1(libc::EPOLL_CLOEXEC),
                     oom_adj: -1,
                     spill,
                     cgroup2,

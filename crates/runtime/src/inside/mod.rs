@@ -38,8 +38,8 @@ impl Ahead {
 
 /// Becomes a sandbox, or ends the process: with status 0 when the launcher has gone before it asked for one.
 pub fn enter(ahead: &Ahead) -> Sandbox {
-    let upper = match prepare(ahead) {
-        Ok(Some(upper)) => upper,
+    let ready = match prepare(ahead) {
+        Ok(Some(ready)) => ready,
         Ok(None) => std::process::exit(0),
         Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
     };
@@ -49,7 +49,7 @@ pub fn enter(ahead: &Ahead) -> Sandbox {
         Ok(message) => message,
     };
     let mut clock = Clock { last: now_us(), us: Vec::new() };
-    match become_sandbox(&buffer[..length], fds, &upper, &ahead.filter, &mut clock) {
+    match become_sandbox(&buffer[..length], fds, ready, &ahead.filter, &mut clock) {
         Ok(sandbox) => {
             reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
             if sandbox.birth.has_v1_groups {
@@ -86,11 +86,20 @@ impl Clock {
     }
 }
 
-/// Everything that does not depend on the sandbox. Returns the slot's upper directory; none when the launcher is gone.
-fn prepare(ahead: &Ahead) -> Result<Option<String>, Failure> {
+/// What does not depend on the sandbox.
+struct Ready {
+    /// The slot's directory on the uppers filesystem.
+    upper: String,
+    epoll: OwnedFd,
+}
+
+/// None when the launcher is gone.
+fn prepare(ahead: &Ahead) -> Result<Option<Ready>, Failure> {
     process::prctl(libc::PR_SET_NAME, c"aether".as_ptr() as u64).at("network", || "set own name".into())?;
     // Before the first message, since the launcher's work goes on meanwhile.
     network::make()?;
+    let epoll = unsafe { crate::sys!(SYS_epoll_create1, libc::EPOLL_CLOEXEC) };
+    let epoll = sys::own(epoll.at("privileges", || "make an epoll set".into())?);
     let mut path = [0; 256];
     let length = match socket::receive(CONTROL, &mut path, 0) {
         Ok((length, _)) if length > 0 => length,
@@ -101,7 +110,7 @@ fn prepare(ahead: &Ahead) -> Result<Option<String>, Failure> {
     root::prepare(&upper, &ahead.masked)?;
     let stage = "privileges";
     process::bound_capabilities(CAPABILITIES).at(stage, || "drop the bounding set".into())?;
-    Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(upper))
+    Ok(socket::send(CONTROL, PREPARED, &[]).is_ok().then_some(Ready { upper, epoll }))
 }
 
 /// Takes the ids of the sandbox's root, once they are mapped, and cuts what else ties us to the launcher.
@@ -124,7 +133,7 @@ fn become_root() -> Result<(), Failure> {
 fn become_sandbox(
     message: &[u8],
     fds: Vec<OwnedFd>,
-    upper: &str,
+    ready: Ready,
     filter: &seccomp::LateFilter,
     clock: &mut Clock,
 ) -> Result<Sandbox, Failure> {
@@ -137,7 +146,7 @@ fn become_sandbox(
     clock.stage("decode");
     root::attach_layers(&fds[FIXED_FDS..FIXED_FDS + layers])?;
     clock.stage("layers");
-    root::mount_overlay(layers, upper)?;
+    root::mount_overlay(layers, &ready.upper)?;
     clock.stage("overlay");
     root::enter()?;
     clock.stage("pivot");
@@ -148,6 +157,7 @@ fn become_sandbox(
     let launcher = sys::own(CONTROL as usize);
     Ok(Sandbox {
         listener: fixed[FD_LISTENER],
+        epoll: ready.epoll.into_raw_fd(),
         oom_adj: fixed[FD_OOM_ADJ],
         spill: fixed[FD_SPILL],
         cgroup2: if birth.has_cgroup2 { fixed[FD_CGROUP2] } else { -1 },
