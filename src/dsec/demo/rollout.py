@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsec import DSecContainerRunArgs, DSecError, FileError
+from dsec import DSecContainerRunArgs, DSecError, FileError, TooLarge
 from dsec.demo.changes import INCLUDE, Graded, shown, sift, source_globs, why_not
 from dsec.demo.errors import DemoError
 from dsec.demo.platform import Client, Result, Sandbox
@@ -86,6 +86,10 @@ class _Run:
                 self.lives.append(Life(sandbox.id, role, born, self.clock()))
 
 
+class _Unfit(Exception):
+    """What the agent left cannot be graded, by its own doing: a zero, not an invalid sample."""
+
+
 async def run_one(
     client: Client, prepared: PreparedTask, script: Script, index: int, clock: Clock = time.monotonic
 ) -> Rollout:
@@ -94,6 +98,9 @@ async def run_one(
     try:
         await _agent(client, prepared, script, run, index)
         verdict = await _grade(client, prepared, run, index)
+    except _Unfit as unfit:
+        run.naive = run.naive or 0
+        verdict = Verdict(reward=0, reason=str(unfit))
     except (DSecError, TimeoutError, GraderFailed) as error:
         verdict = Verdict(reward=None, valid=False, reason=f"{type(error).__name__}: {error}")
     return _record(prepared.task, script, index, run, verdict)
@@ -142,8 +149,11 @@ async def _agent(client: Client, prepared: PreparedTask, script: Script, run: _R
             for turn in prepared.recordings[script].turns:
                 for call in turn.calls:
                     run.steps.append(await _step(sandbox, call, run.clock))
-        source = await sandbox.changes(include=source_globs(prepared.task))
-        everything = await sandbox.changes(include=INCLUDE, max_bytes=0)
+        try:
+            source = await sandbox.changes(include=source_globs(prepared.task))
+            everything = await sandbox.changes(include=INCLUDE, max_bytes=0)
+        except TooLarge as error:  # the agent's doing: a list of changes that nobody can carry earns nothing
+            raise _Unfit(f"the changes are too many to collect: {error}") from error
         run.graded = sift(prepared.task, source.changes, everything.changes)
         with run.span(Phase.TESTS, "naive"):
             try:
@@ -207,7 +217,7 @@ async def _grade(client: Client, prepared: PreparedTask, run: _Run, index: int) 
         try:
             with run.span(Phase.SETUP, "apply"):
                 await _apply(sandbox, prepared.task, run.graded)
-        except (IsADirectoryError, NotADirectoryError, FileExistsError) as clash:
+        except FileError as clash:  # in a pristine tree only what the agent left can do that
             return Verdict(reward=0, reason=f"the changes to the source do not fit together: {clash}")
         with run.span(Phase.TESTS, "grade_tests"):
             result = await sandbox.exec(("/grading/bin/grade",), cwd="/", timeout=TESTS_TIMEOUT_S + 30)
