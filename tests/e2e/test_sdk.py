@@ -147,16 +147,16 @@ async def test_leaving_a_burst_early(client: DSecClient) -> None:
 
 
 async def test_a_limit_names_itself_and_its_holders(tmp_path: Path) -> None:
-    with embedded.private(max_sandboxes=10) as endpoint:
+    with embedded.private(max_sandboxes=100) as endpoint:
         async with DSecClient(endpoint.url, Path(endpoint.key_file).read_text().strip()) as client:
             args = DSecContainerRunArgs(container_image=BASE, labels={"team": "red"})
-            async with client.run_many(args, count=20) as burst:
+            async with client.run_many(args, count=200) as burst:
                 outcomes = [outcome async for outcome in burst]
             errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-            assert len(errors) == 10
+            assert len(outcomes) == 200 and len(errors) == 100
             for error in errors:
                 assert isinstance(error, CapacityError)
-                assert error.limit == "max_sandboxes" and error.holders == {"team=red": 10} and "team=red" in str(error)
+                assert error.limit == "max_sandboxes" and error.holders == {"team=red": 100} and "team=red" in str(error)
 
 
 async def test_embedded_ends_with_its_block() -> None:
