@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ async def test_pid_1_shows_nothing(launcher: Launcher, file: str) -> None:
 async def test_commands_inherit_no_descriptors(launcher: Launcher) -> None:
     launcher.create("sb-a")
     assert (await attack(launcher, "sb-a", "fds")).split() == ["0", "1", "2"]
+
+
+async def test_no_directory_that_pid_1_holds_leads_up(launcher: Launcher) -> None:
+    """Should aether ever be taken over: what it was given must not be a way to the uppers of others."""
+    descriptors = Path(f"/proc/{launcher.create('sb-a')['pid']}/fd")
+    await attack(launcher, "sb-a", "fds")
+    held = [d for d in descriptors.iterdir() if d.is_dir() and not (d / "cgroup.procs").exists()]
+    assert held
+    for directory in held:
+        assert os.path.samefile(directory, directory / ".."), os.readlink(directory)
 
 
 async def test_the_mount_table_tells_nothing_of_the_host(launcher: Launcher, place: Path, uppers: str) -> None:

@@ -130,7 +130,7 @@ impl Slot {
             mount::id_map(&tree, &kit.userns).at("layers", || "id-map a layer".into())?;
             mapped.push(tree);
         }
-        let spill = tools.uppers.open_spill()?;
+        let spill = tools.uppers.spill();
         let commands = kit.commands.as_ref().unwrap_or(&tools.null);
         let mut fds: Vec<RawFd> = Vec::with_capacity(FIXED_FDS + mapped.len());
         fds.extend([kit.listener.as_raw_fd(), kit.oom_adj.as_raw_fd(), spill.as_raw_fd(), commands.as_raw_fd()]);

@@ -25,6 +25,7 @@ const OPTIONS: [(&CStr, Option<&CStr>); 5] = [
 pub enum Uppers {
     Btrfs {
         root: OwnedFd,
+        spill: OwnedFd,
         groups: Option<OwnedFd>,
         quota: &'static str,
         /// Empty subvolumes that wait for the next tenant of their slot.
@@ -32,6 +33,7 @@ pub enum Uppers {
     },
     Directory {
         root: OwnedFd,
+        spill: OwnedFd,
     },
 }
 
@@ -178,16 +180,18 @@ impl Uppers {
         }
         .and_then(|()| unsafe { crate::sys!(SYS_fchmodat, root.as_raw_fd(), c"spill".as_ptr(), 0o1733) })
         .at(STAGE, || "create the spill directory".into())?;
+        // A mount of its own: no way leads up from there to the uppers of others, should an aether have been taken over.
+        let spill = mount::clone_tree(root.as_raw_fd(), c"spill").at(STAGE, || "open the spill directory".into())?;
         if !prepared.btrfs {
-            return Ok(Uppers::Directory { root });
+            return Ok(Uppers::Directory { root, spill });
         }
         let quota = btrfs::enable_quota(&root).at(STAGE, || "enable quotas of the uppers".into())?;
-        Ok(Uppers::Btrfs { root, groups: prepared.groups, quota, idle: HashMap::new() })
+        Ok(Uppers::Btrfs { root, spill, groups: prepared.groups, quota, idle: HashMap::new() })
     }
 
     fn root(&self) -> &OwnedFd {
         match self {
-            Uppers::Btrfs { root, .. } | Uppers::Directory { root } => root,
+            Uppers::Btrfs { root, .. } | Uppers::Directory { root, .. } => root,
         }
     }
 
@@ -221,7 +225,7 @@ impl Uppers {
                     btrfs::create_subvolume(root, &name).at(STAGE, at)?;
                 }
             }
-            Uppers::Directory { root } => sys::mkdirat(root.as_raw_fd(), &c(name.as_str()), 0o711).at(STAGE, at)?,
+            Uppers::Directory { root, .. } => sys::mkdirat(root.as_raw_fd(), &c(name.as_str()), 0o711).at(STAGE, at)?,
         }
         let own = self.open_slot(&name).at(STAGE, at)?;
         for (directory, mode) in [(UPPER, 0o755), (WORK, 0o700), (SHM, 0o777)] {
@@ -276,9 +280,11 @@ impl Uppers {
             .at(STAGE, || format!("open upper of slot {slot}"))
     }
 
-    pub fn open_spill(&self) -> Result<OwnedFd, Failure> {
-        sys::openat(self.root().as_raw_fd(), c"spill", libc::O_RDONLY | libc::O_DIRECTORY, 0)
-            .at(STAGE, || "open the spill directory".into())
+    /// Where every aether puts output that is too long for memory: a directory to make unnamed files in.
+    pub fn spill(&self) -> &OwnedFd {
+        match self {
+            Uppers::Btrfs { spill, .. } | Uppers::Directory { spill, .. } => spill,
+        }
     }
 
     /// Removes what a tenant wrote. The emptied subvolume is kept for the slot's next one if that took little: the kernel
@@ -304,7 +310,7 @@ impl Uppers {
                 idle.remove(&slot);
                 btrfs::destroy_subvolume(root, &name)
             }
-            Uppers::Directory { root } => remove_tree(root.as_raw_fd(), &c(name.as_str())),
+            Uppers::Directory { root, .. } => remove_tree(root.as_raw_fd(), &c(name.as_str())),
         };
         match removed {
             Err(Errno(libc::ENOENT)) => Ok(()),
