@@ -107,3 +107,35 @@ os.read(reader, 1)
         event = await anext(process.events())
         assert isinstance(event, dsec.Stdout) and b"No space left" in event.data
         assert (await sandbox.run_shell("echo answers", timeout=30)).text == "answers\n"
+
+
+async def test_what_waits_in_sockets_counts(client: dsec.DSecClient) -> None:
+    hoard = """
+import resource, socket
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+sender, held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), []
+sender.setblocking(False)
+for _ in range(1500):
+    held.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    held[-1].bind(("127.0.0.1", 0))
+    held[-1].setblocking(False)
+    try:
+        for _ in range(6):
+            sender.sendto(bytes(32000), held[-1].getsockname())
+    except OSError:
+        break
+total = 0
+for one in held:
+    try:
+        while True:
+            total += len(one.recv(65536))
+    except OSError:
+        pass
+print(total)
+"""
+    args = dsec.DSecContainerRunArgs(BASE, memory_limit_mb=128)
+    async with client.run_container(args) as sandbox:
+        hoarded = await sandbox.exec(["python3", "-c", hoard], timeout=60)
+        assert hoarded.reason == "oom" or int(hoarded.text) < 128 * MIB
+        assert (await sandbox.run_shell("echo answers")).text == "answers\n"

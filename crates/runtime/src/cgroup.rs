@@ -20,6 +20,11 @@ const CONTROLLERS: [&str; 3] = ["memory", "cpu", "pids"];
 /// Length of the period that CPU limits are counted in.
 const PERIOD_US: u64 = 100_000;
 
+/// v1 counts what waits in sockets apart from other memory, and only where that has a limit of its own: this part of the
+/// memory limit, but not less than some sockets with usual buffers need.
+const SOCKETS_SHARE: u64 = 8;
+const SOCKETS_LEAST: u64 = 16 << 20;
+
 /// First letter of the names of spare groups.
 const SPARE: char = 'g';
 
@@ -259,6 +264,7 @@ impl Cgroups {
 
     fn set_v1_limits(&self, name: &str, limits: &Limits) -> Result<(), Failure> {
         self.set_v1_memory(name, limits.memory)?;
+        self.set_v1_sockets(name, limits.memory)?;
         set(&self.v1[1], format!("{name}/cpu.cfs_quota_us"), limits.cpu_quota.to_string())?;
         set(&self.v1[2], format!("{name}/pids.max"), limits.pids.to_string())
     }
@@ -275,6 +281,15 @@ impl Cgroups {
         }
         swap(write("memory.memsw.limit_in_bytes")).at(STAGE, at)?;
         write("memory.limit_in_bytes").at(STAGE, at)
+    }
+
+    fn set_v1_sockets(&self, name: &str, memory: u64) -> Result<(), Failure> {
+        let bytes = (memory / SOCKETS_SHARE).max(SOCKETS_LEAST);
+        let file = c(format!("{name}/memory.kmem.tcp.limit_in_bytes")); // of all kinds of sockets, for all its name
+        match sys::write_file(self.v1[0].as_raw_fd(), &file, bytes.to_string().as_bytes()) {
+            Err(Errno(libc::ENOENT)) => Ok(()), // a kernel without it
+            other => other.at(STAGE, || format!("write {bytes} to memory.kmem.tcp.limit_in_bytes of {name}")),
+        }
     }
 
     /// Before the first command there is nothing to count; what the kernel does not tell is -1.
