@@ -34,7 +34,7 @@ MUST_ESCAPE = {
     "agent.vm.readv", "agent.pidfd_getfd", "agent.process_madvise", "agent.realtime", "agent.nice",
     "proc.kpagecount", "proc.timer_list", "proc.kallsyms", "proc.sys_kernel_core_pattern", "proc.sys_vm_drop_caches",
     "device.mknod.mem", "device.mknod.kmsg", "kernel.reboot", "kernel.log", "kernel.sethostname", "kernel.bpf_map",
-    "kernel.userfaultfd", "kernel.io_uring", "kernel.keyctl", "identity.capabilities", "identity.no_new_privs",
+    "kernel.userfaultfd", "kernel.io_uring", "kernel.aio", "kernel.keyctl", "identity.capabilities", "identity.no_new_privs",
     "identity.setuid_program", "identity.file_capability", "storage.trusted_xattr", "network.raw", "network.packet",
     "network.add_link", "network.add_address",
 }  # fmt: skip

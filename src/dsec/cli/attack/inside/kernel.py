@@ -19,6 +19,7 @@ _ACCT, _SETTIMEOFDAY, _SWAPON, _SWAPOFF, _SETHOSTNAME, _SETDOMAINNAME = 163, 164
 _INIT_MODULE, _DELETE_MODULE, _QUOTACTL, _KEXEC, _KEXEC_FILE, _FINIT_MODULE = 175, 176, 179, 246, 320, 313
 _ADD_KEY, _REQUEST_KEY, _KEYCTL, _CLOCK_SETTIME, _ADJTIMEX = 248, 249, 250, 227, 159
 _PERF, _FANOTIFY, _BPF, _USERFAULTFD, _IO_URING, _PKEY_ALLOC, _LANDLOCK = 298, 300, 321, 323, 425, 330, 444
+_IO_SETUP = 206
 _MMAP_PAGE_ZERO = 0x0100000
 
 
@@ -56,6 +57,12 @@ def reboot() -> str | None:
 def log() -> str | None:
     size = call(_SYSLOG, 3, ctypes.create_string_buffer(256), 256)
     return f"read {size} bytes of the kernel's log"
+
+
+@attempt("kernel.aio", "take of the machine's contexts for asynchronous input and output", also=ABSENT)
+def aio() -> str | None:
+    call(_IO_SETUP, 1, ctypes.byref(ctypes.c_ulong(0)))
+    return "made a context"
 
 
 @attempt("kernel.swapon", "turn on swap")
