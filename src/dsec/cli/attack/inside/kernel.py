@@ -61,7 +61,7 @@ def log() -> str | None:
 
 @attempt("kernel.aio", "take of the machine's contexts for asynchronous input and output", also=ABSENT)
 def aio() -> str | None:
-    call(_IO_SETUP, 1, ctypes.byref(ctypes.c_ulong(0)))
+    call(_IO_SETUP, 1, ctypes.create_string_buffer(8))
     return "made a context"
 
 
