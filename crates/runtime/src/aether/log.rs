@@ -114,11 +114,19 @@ impl Log {
         let (bytes, at) = before.checked_sub(1).map_or((0, 0), |i| self.marks[i]);
         let mut place = Place { cursor: bytes, at, left: 0, stream: 0 };
         while place.cursor < cursor {
-            let encoded = self.encoded(place.at, scratch)?;
-            let Some((length, stream, size)) = head(encoded) else { return Err(libc::EIO) };
-            place.at += size as u64;
-            let skipped = length.min(cursor - place.cursor);
-            place = Place { cursor: place.cursor + skipped, at: place.at + skipped, left: length - skipped, stream };
+            // As many records as there are at hand: a command can write them a byte long, and thousands to a mark.
+            let (encoded, start) = (self.encoded(place.at, scratch)?, place.at);
+            while place.cursor < cursor {
+                let Some((length, stream, size)) = encoded.get((place.at - start) as usize..).and_then(head) else {
+                    break;
+                };
+                let skipped = length.min(cursor - place.cursor);
+                let (cursor, at) = (place.cursor + skipped, place.at + size as u64 + skipped);
+                place = Place { cursor, at, left: length - skipped, stream };
+            }
+            if place.at == start {
+                return Err(libc::EIO);
+            }
         }
         Ok(place)
     }
