@@ -216,3 +216,34 @@ async def test_a_stream_read_as_it_comes(server: Path) -> None:
     with pytest.raises(Fault, match="long enough"):
         await hanging.result()
     await link.close()
+
+
+async def test_a_server_cannot_fill_the_memory_with_notes(tmp_path: Path) -> None:
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        preamble = await reader.readexactly(32)
+        writer.write(preamble)
+        await reader.readexactly(9)  # of the OPEN
+        note = pack_frame(FrameType.NOTE, 1, msgspec.msgpack.encode("x" * 60_000))
+        sent = 0
+        try:
+            while sent < 64 << 20:
+                writer.write(note)
+                await writer.drain()
+                sent += len(note)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    hostile = await asyncio.start_unix_server(flood, tmp_path / "s")
+    client = await LinkClient.connect_unix(tmp_path / "s")
+    stream = await client.open("hang", {})
+    while not stream.ended:
+        await stream.change()
+    notes = stream.take()
+    assert 0 < sum(len(item.payload) for item in notes if isinstance(item, Note)) <= 16 << 20
+    with pytest.raises(Fault, match="NOTE"):
+        await stream.result()
+    await client.close()
+    hostile.close()
+    await hostile.wait_closed()

@@ -101,6 +101,9 @@ def _lost(message: str) -> Fault:
     return Fault(ErrorKind.CONNECTION_LOST, message, retryable=True, hint="the peer is gone; try again")
 
 
+_MAX_NOTED = 16 << 20  # NOTE needs no credit, and the peer may be hostile
+
+
 class _Flow:
     """One end of one stream: credit both ways and the queue of what arrived."""
 
@@ -112,6 +115,7 @@ class _Flow:
         "failure",
         "id",
         "items",
+        "noted",
         "peer_ended",
         "receive_credit",
         "send_credit",
@@ -125,6 +129,7 @@ class _Flow:
         self.peer_ended = False
         self._unacked = 0
         self.items: deque[Data | Note] = deque()
+        self.noted = 0  # bytes of NOTE since nothing was queued
         self.ended = False  # no more items will come
         self.failure: Fault | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -272,7 +277,7 @@ class _Connection(asyncio.Protocol):
                 self.on_end(flow)
         elif kind == FrameType.CANCEL:
             self.on_cancel(stream)
-        elif kind == FrameType.PING:
+        elif kind == FrameType.PING and not self._paused:  # one who does not read does not miss it
             self.write(FrameType.PONG, 0, payload)
 
     def _on_data(self, flow: _Flow | None, payload: bytes) -> None:
@@ -500,6 +505,9 @@ class _ClientConnection(_Connection):
     def on_note(self, flow: _Flow | None, payload: bytes) -> None:
         msgpack.check(payload)
         if flow is not None:
+            flow.noted = len(payload) + (flow.noted if flow.items else 0)
+            if flow.noted > _MAX_NOTED:
+                raise ProtocolError(f"more than {_MAX_NOTED} bytes of NOTE that nobody had time to read")
             flow.push(Note(payload))
 
     def on_end(self, flow: _Flow) -> None:
