@@ -344,12 +344,32 @@ impl Uppers {
     }
 }
 
-/// So many entries are removed one by one; a larger upper is destroyed whole.
-const EMPTY_BY_HAND: u32 = 48;
+/// What is removed one by one; a larger upper is destroyed whole. Freeing a file in a thousand pieces takes its time, in
+/// which the launcher does nothing else.
+const EMPTY_BY_HAND: Budget = Budget { entries: 48, blocks: (8 << 20) / 512 };
 
-/// Empties a directory that a sandbox has written, if it holds no more than `budget` entries (which it counts down); never
+#[derive(Clone)]
+struct Budget {
+    entries: u32,
+    /// Of 512 bytes, on disk.
+    blocks: u64,
+}
+
+impl Budget {
+    /// Counts one entry. E2BIG when it is one too many, or too large.
+    fn take(&mut self, directory: RawFd, name: &CStr) -> sys::Result<()> {
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        let flags = libc::AT_SYMLINK_NOFOLLOW;
+        unsafe { crate::sys!(SYS_newfstatat, directory, name.as_ptr(), &raw mut stat, flags) }?;
+        self.entries = self.entries.checked_sub(1).ok_or(Errno(libc::E2BIG))?;
+        self.blocks = self.blocks.checked_sub(stat.st_blocks as u64).ok_or(Errno(libc::E2BIG))?;
+        Ok(())
+    }
+}
+
+/// Empties a directory that a sandbox has written, if it holds no more than `budget` (which it counts down); never
 /// follows a link. E2BIG when it holds more.
-fn clear(directory: RawFd, budget: &mut u32) -> sys::Result<()> {
+fn clear(directory: RawFd, budget: &mut Budget) -> sys::Result<()> {
     let mut buffer = [0; 4096];
     loop {
         let n = unsafe { crate::sys!(SYS_getdents64, directory, buffer.as_mut_ptr(), buffer.len()) }?;
@@ -357,7 +377,7 @@ fn clear(directory: RawFd, budget: &mut u32) -> sys::Result<()> {
             return Ok(());
         }
         for (name, kind) in sys::entries(&buffer[..n]) {
-            *budget = budget.checked_sub(1).ok_or(Errno(libc::E2BIG))?;
+            budget.take(directory, name)?;
             if kind != libc::DT_DIR {
                 sys::unlinkat(directory, name, 0)?;
             } else if sys::unlinkat(directory, name, libc::AT_REMOVEDIR).is_err() {
@@ -444,8 +464,11 @@ mod tests {
         for number in 0..20 {
             std::fs::write(scratch.join(format!("a/b/{number}")), "x").unwrap();
         }
-        assert_eq!(clear(open(&scratch).as_raw_fd(), &mut 10), Err(Errno(libc::E2BIG)));
-        assert_eq!(clear(open(&scratch).as_raw_fd(), &mut 22), Ok(()));
+        let cleared = |entries, blocks| clear(open(&scratch).as_raw_fd(), &mut Budget { entries, blocks });
+        assert_eq!(cleared(10, 1 << 20), Err(Errno(libc::E2BIG)));
+        std::fs::write(scratch.join("a/large"), vec![1; 1 << 20]).unwrap();
+        assert_eq!(cleared(23, (1 << 20) / 512 - 1), Err(Errno(libc::E2BIG)));
+        assert_eq!(cleared(23, 1 << 20), Ok(()));
         std::fs::remove_dir(scratch).unwrap();
     }
 }
