@@ -156,7 +156,9 @@ async def test_a_limit_names_itself_and_its_holders(tmp_path: Path) -> None:
             assert len(outcomes) == 200 and len(errors) == 100
             for error in errors:
                 assert isinstance(error, CapacityError)
-                assert error.limit == "max_sandboxes" and error.holders == {"team=red": 100} and "team=red" in str(error)
+                assert (
+                    error.limit == "max_sandboxes" and error.holders == {"team=red": 100} and "team=red" in str(error)
+                )
 
 
 async def test_embedded_ends_with_its_block() -> None:
