@@ -23,7 +23,7 @@ const SETTINGS: [(&CStr, &[u8]); 2] =
     [(c"/p/sys/user/max_user_namespaces", b"0"), (c"/p/sys/net/ipv4/ip_unprivileged_port_start", b"0")];
 
 /// Files of /proc that tell about, or reach, the machine.
-const SENSITIVE: [&CStr; 16] = [
+const SENSITIVE: [&CStr; 17] = [
     c"/proc/kcore",
     c"/proc/kpagecount",
     c"/proc/kpageflags",
@@ -40,6 +40,7 @@ const SENSITIVE: [&CStr; 16] = [
     c"/proc/vmallocinfo",
     c"/proc/mtrr",
     c"/proc/config.gz",
+    c"/proc/cmdline",
 ];
 
 /// Those of the sensitive files that must be covered: the ones whose mode lets others in. The rest are the host's root's

@@ -12,7 +12,7 @@ PREFIX = "proc"
 
 _MASKED = (
     "kcore", "kpagecount", "kpageflags", "kpagecgroup", "timer_list", "keys", "kmsg", "sched_debug", "slabinfo",
-    "vmallocinfo", "pagetypeinfo", "iomem", "ioports", "latency_stats",
+    "vmallocinfo", "pagetypeinfo", "iomem", "ioports", "latency_stats", "cmdline",
 )  # fmt: skip
 _SYSCTLS = (
     "kernel/core_pattern", "kernel/modprobe", "kernel/panic", "kernel/randomize_va_space", "kernel/sysrq",
