@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.driver import Launcher, attack
+from tests.runtime.driver import Launcher, attack, run
 
 IOVEC = "x:00002000000000000800000000000000"  # 8 bytes at an address that is somebody's
 
@@ -112,6 +112,16 @@ async def test_no_directory_that_pid_1_holds_leads_up(launcher: Launcher) -> Non
     assert held
     for directory in held:
         assert os.path.samefile(directory, directory / ".."), os.readlink(directory)
+
+
+async def test_the_program_of_pid_1_has_no_place_on_the_host_and_is_not_readable(launcher: Launcher) -> None:
+    """A link to /proc/self/exe in the place of a program makes a command execute it."""
+    program = Path(f"/proc/{launcher.create('sb-a')['pid']}/exe")
+    assert os.readlink(program) == "/aether"
+    assert (program.stat().st_mode & 0o7777, program.stat().st_uid) == (0o711, 0)
+    assert (await attack(launcher, "sb-a", "call", 88, "s:/proc/self/exe", "s:/tmp/link")).startswith("ok")
+    ran = await run(launcher, "sb-a", "/tmp/link", "version")
+    assert ran.done.exit_code == 0 and ran.out.strip()
 
 
 async def test_the_mount_table_tells_nothing_of_the_host(launcher: Launcher, place: Path, uppers: str) -> None:

@@ -5,6 +5,7 @@
 //! | `/u` | the uppers filesystem |
 //! | `/d` | devices that all sandboxes share, read-only |
 //! | `/proc` | the host's processes |
+//! | `/aether` | the program that the zygote executes (`zygote`) |
 //! | `/l/0` to `/l/255`, `/m`, `/p`, `/e` | empty: where a newborn sandbox puts its root together |
 //!
 //! Everything else (cgroups, the run directory) is held by descriptor, opened before.
@@ -36,7 +37,7 @@ pub fn leave_host() -> Result<(), Failure> {
 
 /// Builds the root and moves into it. `uppers` is a detached mount.
 pub fn build(uppers: &OwnedFd) -> Result<(), Failure> {
-    let small = [(c"mode", Some(c"0711")), (c"size", Some(c"4m"))];
+    let small = [(c"mode", Some(c"0711")), (c"size", Some(c"64m"))];
     let root = mount::new_filesystem(c"tmpfs", &small, 0)?;
     for index in 0..MAX_LAYERS {
         if index == 0 {

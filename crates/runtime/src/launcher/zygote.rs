@@ -11,8 +11,9 @@
 use crate::birth::Sandbox;
 use crate::inside;
 use crate::sys::process::{self, CloneArgs, CLONE_INTO_CGROUP};
-use crate::sys::{self, c, socket, At, Failure};
+use crate::sys::{self, c, socket, At, Errno, Failure};
 use serde::{Deserialize, Serialize};
+use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 const STAGE: &str = "clone";
@@ -57,6 +58,7 @@ impl Zygote {
     /// Starts the process, in the launcher's mount namespace and groups. `null` becomes its input and output.
     pub fn start(null: &OwnedFd) -> Result<Self, Failure> {
         let (ours, theirs) = socket::pair().at(STAGE, || "socketpair".into())?;
+        copy_program().map_err(Errno::from).at(STAGE, || "copy the program into the private root".into())?;
         // SAFETY: this process has one thread; the child makes system calls only.
         match unsafe { libc::fork() } {
             0 => execute(&theirs, null),
@@ -105,6 +107,19 @@ impl Zygote {
     }
 }
 
+/// What the zygote executes, in the private root. A link to /proc/self/exe in the place of a program makes commands execute
+/// it too: they learn no path of the host from that, and may not read it.
+const PROGRAM: &CStr = c"/aether";
+
+fn copy_program() -> std::io::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+    let path = std::ffi::OsStr::from_bytes(PROGRAM.to_bytes());
+    let mut copy = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o700).open(path)?;
+    std::io::copy(&mut std::fs::File::open("/proc/self/exe")?, &mut copy)?;
+    copy.set_permissions(std::fs::Permissions::from_mode(0o711))
+}
+
 /// In the forked child: becomes the zygote.
 fn execute(socket: &OwnedFd, null: &OwnedFd) -> ! {
     let name = c(NAME);
@@ -117,7 +132,7 @@ fn execute(socket: &OwnedFd, null: &OwnedFd) -> ! {
         }
         let _ = crate::sys!(SYS_dup3, socket.as_raw_fd(), CONTROL, 0);
         let _ = crate::sys!(SYS_close_range, CONTROL + 1, u32::MAX, 0);
-        let _ = crate::sys!(SYS_execve, c"/proc/self/exe".as_ptr(), arguments.as_ptr(), environment.as_ptr());
+        let _ = crate::sys!(SYS_execve, PROGRAM.as_ptr(), arguments.as_ptr(), environment.as_ptr());
         libc::_exit(127)
     }
 }
