@@ -104,7 +104,9 @@ class Files:
         return f"sync.{self._inner!r}"
 
     def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> bytes:
-        """Contents of a regular file, or a range of them."""
+        """Contents of a regular file, or a range of them; TooLarge past 1 GiB, since a sparse file of any size costs an
+        agent nothing. `stream` has no such bound.
+        """
         return portal.run(self._inner.read(path, offset=offset, length=length))
 
     def read_text(self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict") -> str:

@@ -139,3 +139,15 @@ print(total)
         hoarded = await sandbox.exec(["python3", "-c", hoard], timeout=60)
         assert hoarded.reason == "oom" or int(hoarded.text) < 128 * MIB
         assert (await sandbox.run_shell("echo answers")).text == "answers\n"
+
+
+async def test_a_sparse_file_of_any_size_does_not_fill_the_callers_memory(
+    client: dsec.DSecClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.sdk.files.MAX_READ", 8 * MIB)
+    async with client.run_container(dsec.DSecContainerRunArgs(BASE)) as sandbox:
+        await sandbox.run_shell("truncate -s 1T /var/sparse; echo end > /var/small")
+        with pytest.raises(dsec.TooLarge):
+            await sandbox.files.read("/var/sparse")
+        assert len(await sandbox.files.read("/var/sparse", length=MIB)) == MIB
+        assert await sandbox.files.read_text("/var/small") == "end\n"

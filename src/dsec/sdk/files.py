@@ -15,7 +15,7 @@ from dsec.protocol.specs import FileInfo, FileKind
 
 from . import archive
 from .archive import Downloaded
-from .errors import ConnectionLost, FileMissing, NotADirectory
+from .errors import ConnectionLost, FileMissing, NotADirectory, TooLarge
 from .transport import NDJSON, Target, Transport, chunks, cut, decode, encode, json_lines
 
 RemotePath = str | bytes | os.PathLike[str]
@@ -26,6 +26,9 @@ _RETRY_S = 0.2
 
 class _Size(msgspec.Struct):
     size: int
+
+
+MAX_READ = 1024 * 1024 * 1024
 
 
 class Files:
@@ -40,8 +43,20 @@ class Files:
         self._path = f"/v1/sandboxes/{target.sandbox_id}/files"
 
     async def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> bytes:
-        """Contents of a regular file, or a range of them."""
-        return b"".join([chunk async for chunk in self.stream(path, offset=offset, length=length)])
+        """Contents of a regular file, or a range of them; TooLarge past 1 GiB, since a sparse file of any size costs an
+        agent nothing. `stream` has no such bound."""
+        pieces: list[bytes] = []
+        size = 0
+        async for chunk in self.stream(path, offset=offset, length=length):
+            size += len(chunk)
+            if size > MAX_READ:
+                raise TooLarge(
+                    f"{os.fsdecode(path)} has more than {MAX_READ >> 20} MiB",
+                    hint="read a range of it (offset, length), or use files.stream",
+                    details={"sandbox_id": self._target.sandbox_id},
+                )
+            pieces.append(chunk)
+        return b"".join(pieces)
 
     async def read_text(self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Contents as text."""
