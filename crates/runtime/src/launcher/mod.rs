@@ -115,6 +115,8 @@ struct Launcher {
     entering: usize,
     /// Creations that wait for a slot, with the time they came.
     queue: VecDeque<(Box<Request>, u64)>,
+    /// When the last sandbox was asked for.
+    last_create_us: u64,
     /// Set by a failure to make a slot; the next creation tries again.
     refill_failed: bool,
     /// What the last creation asked for: what the next probably will.
@@ -188,6 +190,7 @@ impl Launcher {
             names: HashMap::new(),
             pool: VecDeque::new(),
             pool_size: options.pool,
+            last_create_us: 0,
             ephemeral: options.ephemeral,
             begun: VecDeque::new(),
             preparing: 0,
@@ -257,15 +260,22 @@ impl Launcher {
 
     /// How long there is nothing to do without an event.
     fn patience_us(&self) -> Option<u64> {
-        let leisure = self.entering == 0 && (self.wants_slot() || self.wants_spare());
-        if leisure || (self.wants_slot() && !self.queue.is_empty()) {
+        let mut wait = None;
+        if self.wants_slot() && !self.queue.is_empty() {
             return Some(0);
+        }
+        if self.entering == 0 && (self.wants_slot() || self.wants_spare()) {
+            match self.leisure_in_us() {
+                0 => return Some(0),
+                us => wait = Some(us),
+            }
         }
         if !self.freezes.is_empty() || self.control.waits() {
             return Some(1000);
         }
         let next = [self.deadlines.front(), self.retries.front()].into_iter().flatten().map(|(when, _)| *when).min();
-        next.map(|when| when.saturating_sub(now_us()))
+        let next = next.map(|when| when.saturating_sub(now_us()));
+        [wait, next].into_iter().flatten().min()
     }
 
     fn serve_edge(&mut self) -> bool {

@@ -11,6 +11,9 @@ use std::os::fd::AsRawFd;
 /// PID 1s that get themselves ready at the same time. One keeps the other processor busy; more only wait for each other.
 const MAX_PREPARING: usize = 3;
 
+/// Time for a first command.
+const QUIET_US: u64 = 4_000;
+
 impl Launcher {
     pub fn wants_slot(&self) -> bool {
         let wanted = self.pool_size + self.queue.len();
@@ -23,10 +26,19 @@ impl Launcher {
         cgroups.has_v1() && self.usual.is_some() && cgroups.spares() < self.pool_size && !self.refill_failed
     }
 
+    /// Who asked for a sandbox wants its first command's result next, and making slots would take the processor from it: so
+    /// they are made a little later, unless they run short.
+    pub fn leisure_in_us(&self) -> u64 {
+        if self.pool.len() < self.pool_size / 2 {
+            return 0;
+        }
+        (self.last_create_us + QUIET_US).saturating_sub(now_us())
+    }
+
     /// Makes at most one slot: at once when a creation waits for it, else only when nothing else is to do.
     pub fn refill(&mut self, idle: bool) {
         let urgent = self.queue.len() > self.preparing;
-        let at_leisure = idle && self.entering == 0;
+        let at_leisure = idle && self.entering == 0 && self.leisure_in_us() == 0;
         if self.wants_slot() && (urgent || at_leisure) {
             return self.begin_slot();
         }

@@ -73,6 +73,7 @@ impl Launcher {
             return self.control.send(&Reply::failed(request.id, &failure), None);
         }
         self.refill_failed = false;
+        self.last_create_us = now_us();
         if self.pool.is_empty() {
             self.queue.push_back((request, now_us()));
         } else {
