@@ -10,9 +10,9 @@ from dsec import CommandFailed, DSecContainerRunArgs, Exit, Stdout
 from dsec.sync import DSecClient
 
 with DSecClient() as client, client.run_container(DSecContainerRunArgs(container_image="debian@12")) as sandbox:
-    sandbox.files.write("/work/count.sh", "for i in 1 2 3; do echo $i; done\n", mode=0o755)
+    sandbox.files.write("/project/count.sh", "for i in 1 2 3; do echo $i; done\n", mode=0o755)
 
-    process = sandbox.start(["sh", "/work/count.sh"])
+    process = sandbox.start(["sh", "/project/count.sh"])
     for event in process.events():
         if isinstance(event, Stdout):
             print(event.data.decode(), end="")
