@@ -28,4 +28,4 @@ with DSecClient() as client, client.run_container(DSecContainerRunArgs(container
         print(change.kind.value, change.path.decode())
 
     with tempfile.TemporaryDirectory() as directory:
-        print(sandbox.files.download("/work", Path(directory) / "work"))
+        print(sandbox.files.download("/project", Path(directory) / "work"))
