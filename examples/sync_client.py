@@ -24,8 +24,8 @@ with DSecClient() as client, client.run_container(DSecContainerRunArgs(container
     except CommandFailed as failed:
         print(failed.message)
 
-    for change in sandbox.changes(include=("work/**",)).changes:
+    for change in sandbox.changes(include=("project/**",)).changes:
         print(change.kind.value, change.path.decode())
 
     with tempfile.TemporaryDirectory() as directory:
-        print(sandbox.files.download("/project", Path(directory) / "work"))
+        print(sandbox.files.download("/project", Path(directory) / "project"))
