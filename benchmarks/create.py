@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks import floor_run, machine
+from benchmarks.processes import cpu_ms, machine_cpu_ms
 from benchmarks.report import Peer, Report, percentile, result, show
 from benchmarks.stage import POOL, Environment, Stage, run, stage
 
@@ -32,7 +33,10 @@ async def _measure(count: int, against: tuple[str, ...]) -> tuple[Report, list[t
         one = floor_run.create(place.meta, place.data, count=_FLOOR_COUNT, workers=1)
         firsts, cycles = await _one_at_a_time(place, count)
         two = floor_run.create(place.meta, place.data, count=_FLOOR_COUNT, workers=2)
+        before = {**cpu_ms(place.endpoint.state), "machine": machine_cpu_ms()}
         per_second, together = await _many_at_once(place, 3 * count)
+        after = {**cpu_ms(place.endpoint.state), "machine": machine_cpu_ms()}
+        alone = floor_run.create(place.meta, place.data, count=_FLOOR_COUNT, workers=2, pooled=False)
         peers: tuple[Peer, ...] = ()
         if against:
             from benchmarks.peers import measure
@@ -45,6 +49,8 @@ async def _measure(count: int, against: tuple[str, ...]) -> tuple[Report, list[t
         result("cycle_p50_ms", percentile(cycles, 50), "ms"),
         result("cycles_per_s", per_second, "1/s", floor=two.cycles_per_s),
         result("cycle_at_32_p99_ms", percentile(together, 99), "ms"),
+        result("floor_unpooled_cycles_per_s", alone.cycles_per_s, "1/s"),
+        *(result(f"cpu_ms_per_cycle_{who}", (after[who] - before[who]) / (3 * count), "ms") for who in before),
     )
     notes = (
         f"{count} sandboxes one at a time, {3 * count} at {AT_ONCE} at once, each of layers in a combination of its own; "

@@ -47,8 +47,10 @@ class Density(msgspec.Struct, frozen=True):
     kb_per_sandbox: float
 
 
-def create(meta: Path, data: list[Path], *, count: int, workers: int) -> Create:
-    arguments = ("create", "--pooled", "--count", str(count), "--workers", str(workers))
+def create(meta: Path, data: list[Path], *, count: int, workers: int, pooled: bool = True) -> Create:
+    """pooled: network namespaces and control groups are used again and again; else made and destroyed with each cycle."""
+    pool = ("--pooled",) if pooled else ()
+    arguments = ("create", *pool, "--count", str(count), "--workers", str(workers))
     return msgspec.json.decode(_run(meta, data, arguments), type=Create)
 
 

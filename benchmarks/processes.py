@@ -16,6 +16,25 @@ def platform_pss_mb(state: str) -> float:
     return sum(_pss_kb(pid) for pid in _family(roots)) / 1024
 
 
+def cpu_ms(state: str) -> dict[str, float]:
+    """Processor time so far, user and system, of this process (as "sdk"), API server, edge and launcher; ms."""
+    pids = {process.role: process.pid for process in embedded.status(state).processes if process.pid is not None}
+    launcher = next(
+        pid for pid in _family({pids["edge"]}) if b"launcher" in _text(pid, "cmdline").encode().split(b"\0")
+    )
+    found = {"sdk": os.getpid(), **pids, "launcher": launcher}
+    tick = 1000 / os.sysconf("SC_CLK_TCK")
+    return {
+        role: sum(map(int, _text(pid, "stat").rpartition(")")[2].split()[11:13])) * tick for role, pid in found.items()
+    }
+
+
+def machine_cpu_ms() -> float:
+    """Processor time that the whole machine has spent on anything; ms."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + irq + softirq) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
 def _family(roots: set[int]) -> set[int]:
     """The processes and their descendants in the host's PID namespace."""
     children: dict[int, list[int]] = {}
