@@ -180,7 +180,7 @@ class ContainerBackend:
         env = {"PATH": _DEFAULT_PATH, "LANG": "C.UTF-8", **environment.env, **args.env}
         return _CreateRequest(
             sandbox=sandbox,
-            layers=[manifest.digest for manifest in environment.layers],
+            layers=list(environment.digests()),
             memory=args.memory_limit_mb * MIB,
             cpu=float(args.cpu_cores_limit),
             pids=args.pids_limit,

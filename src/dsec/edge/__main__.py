@@ -70,7 +70,6 @@ class Edge:
             store=self._store,
             runtime=self._runtime,
             version=VERSION,
-            mirrors=self._config.mirrors,
         )
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")

@@ -29,7 +29,6 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ephemeral: bool = False
     ready: int = -1
     lifeline: int = -1
-    mirrors: dict[str, str] = {}
 
     def uppers_argument(self) -> str:
         """The launcher's --uppers: an image of most of the free space (sparse), or a plain directory."""

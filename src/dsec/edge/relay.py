@@ -123,17 +123,12 @@ class Relay:
             except Fault as fault:
                 if fault.body.kind is not ErrorKind.CONNECTION_LOST:
                     raise
-                if (
-                    call_gone := pump is not None
-                    and pump.done()
-                    and not pump.cancelled()
-                    and pump.exception() is not None
-                ):
-                    raise
+                if pump is not None and _failed(pump):
+                    raise  # it is the caller that is gone
                 if sandbox.ended.is_set() or sandbox.pidfd < 0:
                     await sandbox.ended.wait()
                     raise sandbox.unavailable() from fault
-                if attempt or passed or not resend or call_gone:
+                if attempt or passed or not resend:
                     raise
             finally:
                 stream.cancel()
@@ -169,6 +164,10 @@ class Relay:
             why = "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
         sandbox.remember_why(exec_id, why)
         return why
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
 
 
 async def _pump(call: Call, stream: LinkStream) -> None:

@@ -86,14 +86,11 @@ class _LayerRef(msgspec.Struct, frozen=True):
 
 
 class Service:
-    def __init__(
-        self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, version: str, mirrors: dict[str, str]
-    ) -> None:
+    def __init__(self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, version: str) -> None:
         self._lifecycle = lifecycle
         self._store = store
         self._runtime = runtime
         self._version = version
-        self._mirrors = mirrors
         self.features: tuple[Capability, ...] = ()  # set when the probes are through
         self._started = time.time()
         self._relay = Relay(lifecycle)
@@ -246,7 +243,7 @@ class Service:
             limits=Limits(args.cpu_cores_limit, args.memory_limit_mb, args.disk_limit_mb, args.pids_limit),
             usage=usage,
             layers=found.layers,
-            network=network.describe(args.network_rules, self._mirrors),
+            network=network.describe(args.network_rules),
             edge=self._lifecycle.edge,
             incarnation=found.incarnation,
             detail=found.detail,
