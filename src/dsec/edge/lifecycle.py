@@ -87,6 +87,10 @@ class Lifecycle:
             raise sandbox.unavailable()
         return sandbox
 
+    async def ready(self, id: str, incarnation: int | None = None) -> Sandbox:
+        """The sandbox for a request that needs its processes to run."""
+        return self.running(id, incarnation)
+
     def all(self) -> Iterator[Sandbox | Record]:
         yield from list(self._live.values())
         yield from list(self._ended.values())

@@ -68,7 +68,7 @@ class Relay:
             raise Fault(
                 ErrorKind.INVALID, "an empty command: neither argv nor line", hint="give a program and its arguments"
             )
-        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
         detached = params.detached and not params.follow
         with ExitStack() if detached else sandbox.activity():
@@ -86,7 +86,7 @@ class Relay:
 
     async def attach(self, call: Call) -> object:
         params = call.params(_Attach)
-        sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
+        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {"exec_id": params.exec_id, "cursor": params.cursor}
         with sandbox.activity():
             reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
@@ -95,7 +95,7 @@ class Relay:
     async def plain(self, call: Call) -> object:
         """Every other method of aether, unchanged but for the fields that name the sandbox."""
         target = call.params(Target)
-        sandbox = self._lifecycle.running(target.sandbox, target.incarnation)
+        sandbox = await self._lifecycle.ready(target.sandbox, target.incarnation)
         fields = {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
         if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
             sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
