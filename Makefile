@@ -5,8 +5,10 @@ PY := .venv/bin/python
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+SEED ?= 1
+POINTS ?= 200
 
-.PHONY: setup base demo test test-unit lint format bench openapi lock clean
+.PHONY: setup base demo test test-unit chaos lint format bench openapi lock clean
 
 setup:
 	@scripts/setup.sh packages venv runtime
@@ -36,6 +38,10 @@ format: setup
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 	cargo fmt
+
+# Kill -9 of every process at every durable step; the last line is a JSON summary.
+chaos: base
+	$(PY) -m tests.chaos --seed $(SEED) --points $(POINTS)
 
 bench: base
 	.venv/bin/dsec bench density create exec $(BENCH_ARGS)

@@ -13,6 +13,7 @@ import msgspec
 from dsec.layers import Environment, LayerStore, Manifest, mount_layer
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs
+from dsec.protocol.steps import step
 
 from .launcher import (
     CreateReply,
@@ -158,11 +159,13 @@ class ContainerBackend:
         """A container that is ready for its first command, or Fault create_failed with its stage."""
         stage = "layers"
         try:
-            await self.mounts.acquire(environment.layers)
+            with step("create.mount", sandbox):
+                await self.mounts.acquire(environment.layers)
             try:
                 stage = "launch"
                 request = self._request(sandbox, incarnation, args, environment)
-                reply, pidfd = await self._live_launcher().call_for_fd("create", request, CreateReply)
+                with step("create.launch", sandbox):
+                    reply, pidfd = await self._live_launcher().call_for_fd("create", request, CreateReply)
             except BaseException:
                 self.mounts.release(environment.layers)
                 raise

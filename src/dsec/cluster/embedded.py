@@ -345,7 +345,7 @@ def _last_words(log: Path) -> str:
 
 def _environment() -> dict[str, str]:
     """Only what a server needs; nothing of the caller's secrets."""
-    kept = ("PATH", "HOME", "LANG", "DSEC_RUNTIME", "DSEC_STORE", "PYTHONDONTWRITEBYTECODE")
+    kept = ("PATH", "HOME", "LANG", "DSEC_RUNTIME", "DSEC_STORE", "DSEC_STEPS", "PYTHONDONTWRITEBYTECODE")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     # glibc's default of eight arenas a core keeps tens of MB that a mostly idle server never uses again.
     return environment | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"}

@@ -16,6 +16,7 @@ from dsec.backends.launcher import LauncherFailed
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call, Data, LinkStream, Note, decode
 from dsec.protocol.specs import ExecDone, ExecSpec, State
+from dsec.protocol.steps import step
 
 from .lifecycle import Lifecycle
 from .sandbox import Sandbox
@@ -74,9 +75,10 @@ class Relay:
         with ExitStack() if detached else sandbox.activity():
             place = await self._starts.take()
             try:
-                reply = await self._forward(
-                    call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
-                )
+                with step("exec.run", sandbox.id):
+                    reply = await self._forward(
+                        call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
+                    )
             finally:
                 place.free()
         if detached:
@@ -99,7 +101,8 @@ class Relay:
         fields = {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
         if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
             sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
-        with sandbox.activity() if call.method.startswith("fs.") else ExitStack():
+        durable = step("write.file", sandbox.id) if call.method in _UPLOADS else ExitStack()
+        with durable, sandbox.activity() if call.method.startswith("fs.") else ExitStack():
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
                                         resend=call.method in _RESENDABLE)  # fmt: skip
         return msgspec.Raw(reply)
