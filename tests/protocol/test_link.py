@@ -11,7 +11,16 @@ import msgspec
 import pytest
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.frames import MAGIC, MAX_PAYLOAD, FrameReader, FrameType, pack_frame, pack_preamble
+from dsec.protocol.frames import (
+    CONNECTION_CREDIT,
+    MAGIC,
+    MAX_PAYLOAD,
+    STREAM_CREDIT,
+    FrameReader,
+    FrameType,
+    pack_frame,
+    pack_preamble,
+)
 from dsec.protocol.link import Call, Data, LinkClient, LinkServer, Note
 
 
@@ -104,9 +113,22 @@ async def test_a_slow_reader_holds_the_sender_not_the_memory(server: Path) -> No
     client = await LinkClient.connect_unix(server)
     slow = await client.open("pour", {"size": 50_000_000})
     assert (await client.call("echo", {"text": "others go on"}, Echo)).text == "others go on"
-    assert sum(len(i.data) for i in slow._flow.items if isinstance(i, Data)) <= 256 * 1024
+    assert sum(len(i.data) for i in slow._flow.items if isinstance(i, Data)) <= STREAM_CREDIT
     slow.cancel()
     assert (await client.call("echo", {"text": "after"}, Echo)).text == "after"
+    await client.close()
+
+
+async def test_readers_that_stopped_hold_up_nobody_on_a_shared_connection(server: Path) -> None:
+    client = await LinkClient.connect_unix(server, shared=True)
+    stopped = [await client.open("pour", {"size": 5_000_000}) for _ in range(2 * CONNECTION_CREDIT // STREAM_CREDIT)]
+    async with asyncio.timeout(20):
+        while any(len(stream._flow.items) < 10 for stream in stopped):
+            await client.call("echo", {"text": "let them come"})
+        going = await client.open("pour", {"size": 5_000_000})
+        assert sum([len(item.data) async for item in going if isinstance(item, Data)]) == 5_000_000
+        for stream in stopped:  # and nothing of theirs is lost
+            assert sum([len(item.data) async for item in stream if isinstance(item, Data)]) == 5_000_000
     await client.close()
 
 

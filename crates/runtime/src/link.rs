@@ -7,10 +7,10 @@ use crate::msgpack::Value;
 use std::collections::BTreeMap;
 
 pub const MAX_PAYLOAD: usize = 1 << 20;
-pub const STREAM_CREDIT: u32 = 1 << 18;
-pub const CONNECTION_CREDIT: u32 = 1 << 22;
-/// Senders cut DATA into frames whose payload is no longer than this.
-pub const DATA_CHUNK: usize = 1 << 16;
+pub const STREAM_CREDIT: u32 = 1 << 20;
+pub const CONNECTION_CREDIT: u32 = 1 << 24;
+/// Senders cut DATA into frames whose payload is no longer than this: a channel, and whole pages of bytes.
+pub const DATA_CHUNK: usize = (1 << 18) + 1;
 pub const MAX_NOTE: usize = 1 << 16;
 pub const MAX_PING: usize = 64;
 /// A reader of preambles gives up after so many bytes that belong to none.
@@ -106,6 +106,11 @@ impl<'a> Frame<'a> {
         let frame = Frame { kind, stream, payload };
         frame.check()?;
         Ok(Some((frame, LENGTH + length)))
+    }
+
+    /// How many bytes the frame at the start of `bytes` has in all, once its length is there. Not checked.
+    pub fn size(bytes: &[u8]) -> Option<usize> {
+        u32_at(bytes, 0).map(|length| LENGTH + (length as usize).min(HEADER - LENGTH + MAX_PAYLOAD))
     }
 
     /// What can be wrong with a frame by itself, whoever sent it.

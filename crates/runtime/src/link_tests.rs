@@ -152,7 +152,7 @@ fn credit_comes_back_in_steps_and_all_of_it() {
 #[test]
 fn closing_returns_what_was_held_once() {
     let (mut ledger, mut out) = opened();
-    let chunk = vec![0u8; DATA_CHUNK];
+    let chunk = vec![0u8; STREAM_CREDIT as usize / 4];
     for _ in 0..4 {
         ledger
             .admit(Frame { kind: Kind::Data, stream: 1, payload: &chunk }, &mut out)

@@ -70,7 +70,7 @@ class EdgeLink:
         try:
             while True:
                 try:
-                    self._client = await LinkClient.connect_unix(self._address)
+                    self._client = await LinkClient.connect_unix(self._address, shared=True)
                 except Fault as fault:
                     if failures == 0:
                         log.warning("edge unreachable", address=self._address, error=fault.body.message)

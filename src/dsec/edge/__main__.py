@@ -71,7 +71,7 @@ class Edge:
             runtime=self._runtime,
             version=VERSION,
         )
-        server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, on_error=self._on_error)
+        server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls())
         if self._config.uppers == "dir":

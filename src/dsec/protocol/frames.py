@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from enum import IntEnum
 
 MAGIC = b"\xd5ECLK\x01\r\n"
@@ -10,13 +11,15 @@ PREAMBLE_SIZE = 32
 MAX_PAYLOAD = 1024 * 1024
 MAX_NOTE = 64 * 1024
 MAX_PING = 64
-DATA_CHUNK = 64 * 1024 - 1  # one byte of a DATA payload is the channel
-STREAM_CREDIT = 256 * 1024
-CONNECTION_CREDIT = 4 * 1024 * 1024
+DATA_CHUNK = 256 * 1024 + 1  # the payload of DATA: a channel, and whole pages of bytes
+STREAM_CREDIT = 1024 * 1024
+CONNECTION_CREDIT = 16 * 1024 * 1024
 MAX_GARBAGE = 1024 * 1024
 MAX_DEPTH = 16
 MAX_ELEMENTS = 65_536
 MAX_CHANNEL = 2
+HEADER = 9
+READ_AT_ONCE = 64 * 1024
 
 _HEAD = struct.Struct("<IBI")
 _PREAMBLE = struct.Struct("<8s16sQ")
@@ -62,6 +65,11 @@ def pack_preamble(nonce: bytes, epoch: int) -> bytes:
     return _PREAMBLE.pack(MAGIC, nonce, epoch)
 
 
+def pack_head(kind: FrameType, stream: int, size: int) -> bytes:
+    """What comes before a payload of `size` bytes."""
+    return _HEAD.pack(5 + size, kind, stream)
+
+
 def pack_frame(kind: FrameType, stream: int, payload: bytes = b"") -> bytes:
     return _HEAD.pack(5 + len(payload), kind, stream) + payload
 
@@ -97,39 +105,83 @@ class PreambleReader:
         return rest
 
 
+Frames = list[tuple[int, int, memoryview]]  # type, stream id, payload
+
+
 class FrameReader:
-    """Cuts a byte stream into frames, checking length and type before anything is kept."""
+    """Cuts a byte stream into frames, checking length and type before anything is kept.
+
+    Bytes come straight from a socket: `room` says where to put them, `filled` how many there are. A long frame that has begun
+    gets a place of its own; everything else passes through one buffer that all readers of a thread share, so the payloads that
+    `filled` hands out are good until the next bytes are read.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = (
+            bytearray()
+        )  # the frame that has begun, `_have` bytes of `_needed`, and room for the head of the next
+        self._have = self._needed = 0
+
+    def room(self) -> memoryview:
+        return memoryview(self._rest)[self._have :] if self._rest else _shared.view
+
+    def filled(self, size: int) -> Frames:
+        """The frames that `size` bytes written to `room` complete."""
+        if not self._rest:
+            return self._cut(_shared.view[:size])
+        self._have += size
+        if self._have < self._needed:
+            return []
+        view, self._rest = memoryview(self._rest)[: self._have], bytearray()
+        return self._cut(view)
 
     def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
-        """All complete frames as (type, stream id, payload)."""
-        buffer = self._buffer
-        buffer += data
+        """The same for bytes that are there already."""
         frames: list[tuple[int, int, bytes]] = []
-        position = 0
-        end = len(buffer)
-        with memoryview(buffer) as view:
-            while end - position >= 9:
-                length, kind, stream = _HEAD.unpack_from(buffer, position)
-                low, high = _LIMITS.get(kind, (1, -1))
-                if not low <= length - 5 <= high:
-                    raise ProtocolError(f"frame of type {kind} with length {length}")
-                if kind not in _EITHER and (stream == 0) != (kind in _CONNECTION_ONLY):
-                    raise ProtocolError(f"frame of type {kind} on stream {stream}")
-                if end - position < 4 + length:
-                    break
-                payload = bytes(view[position + 9 : position + 4 + length])
-                if kind == FrameType.DATA and payload[0] > MAX_CHANNEL:
-                    raise ProtocolError(f"DATA on channel {payload[0]}")
-                frames.append((kind, stream, payload))
-                position += 4 + length
-            if (
-                end - position >= 4
-                and not 5 <= int.from_bytes(view[position : position + 4], "little") <= MAX_PAYLOAD + 5
-            ):
-                raise ProtocolError("impossible length")
-        if position:
-            del buffer[:position]
+        while data:
+            room = self.room()
+            size = min(len(room), len(data))
+            room[:size] = data[:size]
+            frames += ((kind, stream, bytes(payload)) for kind, stream, payload in self.filled(size))
+            data = data[size:]
         return frames
+
+    def _cut(self, view: memoryview) -> Frames:
+        frames: Frames = []
+        position, end = 0, len(view)
+        needed = HEADER
+        while end - position >= HEADER:
+            length, kind, stream = _HEAD.unpack_from(view, position)
+            low, high = _LIMITS.get(kind, (1, -1))
+            if not low <= length - 5 <= high:
+                raise ProtocolError(f"frame of type {kind} with length {length}")
+            if kind not in _EITHER and (stream == 0) != (kind in _CONNECTION_ONLY):
+                raise ProtocolError(f"frame of type {kind} on stream {stream}")
+            if end - position < 4 + length:
+                needed = 4 + length
+                break
+            payload = view[position + HEADER : position + 4 + length]
+            if kind == FrameType.DATA and payload[0] > MAX_CHANNEL:
+                raise ProtocolError(f"DATA on channel {payload[0]}")
+            frames.append((kind, stream, payload))
+            position += 4 + length
+        if end - position >= 4 and not 5 <= int.from_bytes(view[position : position + 4], "little") <= MAX_PAYLOAD + 5:
+            raise ProtocolError("impossible length")
+        if position < end:
+            self._keep(view[position:], needed)
+        return frames
+
+    def _keep(self, begun: memoryview, needed: int) -> None:
+        self._rest = bytearray(needed + HEADER)
+        self._rest[: len(begun)] = begun
+        self._have, self._needed = len(begun), needed
+
+
+class _Shared(threading.local):
+    """An event loop reads one socket at a time."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(READ_AT_ONCE))
+
+
+_shared = _Shared()

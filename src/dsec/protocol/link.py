@@ -21,6 +21,7 @@ from .errors import ErrorBody, ErrorKind, Fault
 from .frames import (
     CONNECTION_CREDIT,
     DATA_CHUNK,
+    MAX_CHANNEL,
     MAX_PAYLOAD,
     STREAM_CREDIT,
     FrameReader,
@@ -28,6 +29,7 @@ from .frames import (
     PreambleReader,
     ProtocolError,
     pack_frame,
+    pack_head,
     pack_preamble,
 )
 
@@ -101,6 +103,10 @@ def _lost(message: str) -> Fault:
     return Fault(ErrorKind.CONNECTION_LOST, message, retryable=True, hint="the peer is gone; try again")
 
 
+_CHANNELS = tuple(bytes((channel,)) for channel in range(MAX_CHANNEL + 1))
+_JOINED = 64 * 1024  # less than this is cheaper copied together than handed over in pieces
+_SOCKET_BUFFER = 1024 * 1024
+_WRITE_HIGH, _WRITE_LOW = 512 * 1024, 256 * 1024  # bytes that wait in the transport
 _MAX_NOTED = 16 << 20  # NOTE needs no credit, and the peer may be hostile
 
 
@@ -173,10 +179,15 @@ class _Flow:
                 self.connection.give_back(1 + len(item.data))
 
 
-class _Connection(asyncio.Protocol):
-    """Frames on one transport; the two sides differ in who opens streams."""
+class _Connection(asyncio.BufferedProtocol):
+    """Frames on one transport; the two sides differ in who opens streams.
 
-    def __init__(self) -> None:
+    shared: between callers that have nothing to do with each other. What arrives then counts against the credit of its stream
+    alone, so that readers who have stopped hold up nobody else.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
         self.flows: dict[int, _Flow] = {}
         self.transport: asyncio.Transport | None = None
         self.closed: Fault | None = None
@@ -185,7 +196,8 @@ class _Connection(asyncio.Protocol):
         self._unacked = 0
         self._reader = FrameReader()
         self._preamble: PreambleReader | None = PreambleReader()
-        self._out: list[bytes] = []
+        self._out: list[bytes | memoryview] = []
+        self._out_size = 0
         self._flush_scheduled = False
         self._paused = False
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -198,21 +210,34 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's own class is none of asyncio's
+        self.transport.set_write_buffer_limits(high=_WRITE_HIGH, low=_WRITE_LOW)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.room()
+
+    def buffer_updated(self, size: int) -> None:
         try:
             if self._preamble is not None:
-                found = self._preamble.feed(data)
-                while found is not None and not self.accept(*found):
-                    found = self._preamble.feed(b"")
-                if found is None:
-                    return
-                data = self._preamble.rest()
-                self._preamble = None
-            for kind, stream, payload in self._reader.feed(data):
+                self._greeted(bytes(self._reader.room()[:size]))
+                return
+            for kind, stream, payload in self._reader.filled(size):
                 self.on_frame(kind, stream, payload)
         except ProtocolError as error:
             self.close(_lost(f"protocol error: {error}"))
+
+    def _greeted(self, data: bytes) -> None:
+        assert self._preamble is not None
+        found = self._preamble.feed(data)
+        while found is not None and not self.accept(*found):
+            found = self._preamble.feed(b"")
+        if found is None:
+            return
+        data, self._preamble = self._preamble.rest(), None
+        for kind, stream, payload in self._reader.feed(data):
+            self.on_frame(kind, stream, memoryview(payload))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close(_lost(str(error) if error else "connection closed by the peer"))
@@ -249,16 +274,20 @@ class _Connection(asyncio.Protocol):
 
     # -- frames --
 
-    def on_frame(self, kind: int, stream: int, payload: bytes) -> None:
+    def on_frame(self, kind: int, stream: int, view: memoryview) -> None:
+        flow = self.flows.get(stream)
+        if kind == FrameType.DATA:
+            if flow is None and not self.known(stream):
+                raise ProtocolError(f"DATA on unknown stream {stream}")
+            self._on_data(flow, view)
+            return
+        payload = bytes(view)
         if kind == FrameType.OPEN:
             self.on_open(stream, payload)
             return
-        flow = self.flows.get(stream)
         if flow is None and stream != 0 and not self.known(stream):
             raise ProtocolError(f"frame of type {kind} on unknown stream {stream}")
-        if kind == FrameType.DATA:
-            self._on_data(flow, payload)
-        elif kind in (FrameType.REPLY, FrameType.ERROR):
+        if kind in (FrameType.REPLY, FrameType.ERROR):
             self.on_final(kind, stream, payload)
         elif kind == FrameType.CREDIT:
             amount = int.from_bytes(payload, "little")
@@ -280,7 +309,7 @@ class _Connection(asyncio.Protocol):
         elif kind == FrameType.PING and not self._paused:  # one who does not read does not miss it
             self.write(FrameType.PONG, 0, payload)
 
-    def _on_data(self, flow: _Flow | None, payload: bytes) -> None:
+    def _on_data(self, flow: _Flow | None, payload: memoryview) -> None:
         size = len(payload)
         self.receive_credit -= size
         if flow is not None:
@@ -289,18 +318,21 @@ class _Connection(asyncio.Protocol):
                 raise ProtocolError(f"DATA after END on stream {flow.id}")
         if self.receive_credit < 0 or (flow is not None and flow.receive_credit < 0):
             raise ProtocolError("DATA beyond the credit")
-        if flow is not None and not flow.ended:
-            flow.push(Data(payload[0], payload[1:]))
-        else:
-            self.give_back(size)
+        held = flow is not None and not flow.ended
+        if held and flow is not None:
+            flow.push(Data(payload[0], bytes(payload[1:])))
+        if self._shared or not held:
+            self._returned(size)
 
     def write(self, kind: FrameType, stream: int, payload: bytes = b"") -> None:
         if self.closed is None:
             self.write_raw(pack_frame(kind, stream, payload))
 
-    def write_raw(self, data: bytes) -> None:
+    def write_raw(self, *parts: bytes | memoryview) -> None:
         """Queues bytes; everything of one turn of the loop leaves in one system call."""
-        self._out.append(data)
+        for part in parts:
+            self._out.append(part)
+            self._out_size += len(part)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -308,10 +340,18 @@ class _Connection(asyncio.Protocol):
     def _flush(self) -> None:
         self._flush_scheduled = False
         if self._out and self.transport is not None and self.closed is None:
-            self.transport.write(b"".join(self._out))
-        self._out.clear()
+            if self._out_size < _JOINED:
+                self.transport.write(b"".join(self._out))
+            else:  # as they are, where the loop can
+                self.transport.writelines(self._out)
+        self._out, self._out_size = [], 0
 
     def give_back(self, size: int) -> None:
+        """Bytes of DATA that left the queue of their stream."""
+        if not self._shared:
+            self._returned(size)
+
+    def _returned(self, size: int) -> None:
         self._unacked += size
         if self._unacked >= CONNECTION_CREDIT // 4:
             self.write(FrameType.CREDIT, 0, self._unacked.to_bytes(_U32, "little"))
@@ -325,10 +365,13 @@ class _Connection(asyncio.Protocol):
                 waiter.set_result(None)
 
     async def send_data(self, flow: _Flow, data: bytes, channel: int) -> None:
-        """DATA in frames of at most 64 KiB, each when stream, connection and transport have room."""
+        """DATA in frames of at most 256 KiB, each when stream, connection and transport have room.
+
+        The bytes are not copied: they must not change.
+        """
         view = memoryview(data)
-        for start in range(0, len(view), DATA_CHUNK):
-            chunk = view[start : start + DATA_CHUNK]
+        for start in range(0, len(view), DATA_CHUNK - 1):
+            chunk = view[start : start + DATA_CHUNK - 1]
             size = 1 + len(chunk)
             while self.closed is None and (self._paused or flow.send_credit < size or self.send_credit < size):
                 if self.flows.get(flow.id) is not flow:
@@ -342,7 +385,7 @@ class _Connection(asyncio.Protocol):
                 raise _lost("the stream was closed by the peer")
             flow.send_credit -= size
             self.send_credit -= size
-            self.write(FrameType.DATA, flow.id, bytes((channel,)) + bytes(chunk))
+            self.write_raw(pack_head(FrameType.DATA, flow.id, size) + _CHANNELS[channel], chunk)
 
     def close(self, why: Fault | None = None) -> None:
         if self.closed is not None:
@@ -468,8 +511,8 @@ def _retrieved(future: asyncio.Future[int]) -> None:
 
 
 class _ClientConnection(_Connection):
-    def __init__(self, epoch: int) -> None:
-        super().__init__()
+    def __init__(self, epoch: int, *, shared: bool = False) -> None:
+        super().__init__(shared=shared)
         self._nonce = secrets.token_bytes(16)
         self._epoch = epoch
         self._next = 1
@@ -581,16 +624,21 @@ class LinkClient:
         self._connection = connection
 
     @classmethod
-    async def connect_unix(cls, path: str | os.PathLike[str], epoch: int = 0, *, greet: bool = True) -> LinkClient:
+    async def connect_unix(
+        cls, path: str | os.PathLike[str], epoch: int = 0, *, greet: bool = True, shared: bool = False
+    ) -> LinkClient:
         """Connects and exchanges preambles; Fault connection_lost when nobody answers within 5 s.
 
-        Without `greet` the first requests travel behind our preamble, and a refusal shows at them.
+        Without `greet` the first requests travel behind our preamble, and a refusal shows at them. shared: by callers that must
+        not hold each other up; what they do not read may then take a stream's credit of memory each.
         """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 sock = await _connected(os.fspath(path))
-                _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch), sock=sock)
+                _, connection = await loop.create_unix_connection(
+                    lambda: _ClientConnection(epoch, shared=shared), sock=sock
+                )
                 try:
                     if greet:
                         await connection.ready
@@ -674,7 +722,7 @@ RAW_REPLY = msgspec.Raw
 
 class _ServerConnection(_Connection):
     def __init__(self, server: LinkServer) -> None:
-        super().__init__()
+        super().__init__(shared=server.shared)
         self._server = server
         self._last = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -747,10 +795,12 @@ class LinkServer:
         handlers: Mapping[str, Handler],
         *,
         epoch: int = 0,
+        shared: bool = False,
         on_error: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
         self._handlers = handlers
         self.epoch = epoch
+        self.shared = shared
         self.on_error = on_error
         self.connections: set[_ServerConnection] = set()
         self._server: asyncio.Server | None = None

@@ -390,7 +390,8 @@ impl Chronus {
                 State::Done => {
                     let weight = command.log.weight();
                     (count, memory, filed) = (count + 1, memory + weight.0, filed + weight.1);
-                    count > KEPT.0 || filed > KEPT.1 || memory > KEPT.2
+                    // the newest may be larger than all that is kept: whoever asked for so much is still fetching it
+                    count > KEPT.0 || count > 1 && (filed > KEPT.1 || memory > KEPT.2)
                 }
             };
             if over && !followed(*number) {

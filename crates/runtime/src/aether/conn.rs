@@ -9,7 +9,9 @@ use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, M
 use crate::msgpack::{Pack, Value};
 
 /// No work is done for a connection that has so much to send.
-const OUT_HIGH: usize = 256 * 1024;
+const OUT_HIGH: usize = 512 * 1024;
+/// What the kernel is asked to hold of a connection's bytes, so that a frame goes in one call.
+const SOCKET_BUFFER: i32 = 1 << 20;
 /// Steps of long work a turn; each moves at most one frame of data, or takes about a millisecond.
 const STEPS_A_TURN: usize = 4;
 const MAX_STREAMS: usize = 4096;
@@ -114,6 +116,7 @@ impl Conn {
     pub fn new(fd: Watched, token: u64) -> Conn {
         let (input, out, works) = (Vec::new(), Vec::new(), Vec::new());
         let ledger = Ledger::new();
+        os::buffer_to_send(fd.raw(), SOCKET_BUFFER);
         Conn { fd, token, greeted: false, dropped: 0, input, out, sent: 0, blocked: false, ledger, works, next: 0 }
     }
 
@@ -134,8 +137,11 @@ impl Conn {
 
     // -- input --
 
-    /// Reads what is there, at most one scratch of it.
+    /// Reads what is there, at most one scratch of it, or the rest of a frame that has begun.
     pub fn read(&mut self, scratch: &mut Scratch, context: &mut Context) -> Read {
+        if let (true, Some(size)) = (self.greeted, Frame::size(&self.input)) {
+            return self.read_rest(size, context);
+        }
         let bytes = match scratch.read(self.fd.raw()) {
             Err(libc::EAGAIN | libc::EINTR) => return Read::Nothing,
             Ok(bytes) if !bytes.is_empty() => bytes,
@@ -155,6 +161,19 @@ impl Conn {
             return Read::Closed;
         }
         Read::Nothing
+    }
+
+    /// Reads straight to where the frame is put together, and the header of the one behind it.
+    fn read_rest(&mut self, size: usize, context: &mut Context) -> Read {
+        let most = (size + HEADER).saturating_sub(self.input.len());
+        match os::read_onto(self.fd.raw(), &mut self.input, most) {
+            Err(libc::EAGAIN | libc::EINTR) => Read::Nothing,
+            Ok(count) if count > 0 => match self.input.len() < size || self.buffered_frames(context).is_ok() {
+                true => Read::Nothing,
+                false => Read::Closed,
+            },
+            _ => Read::Closed,
+        }
     }
 
     fn look_for_greeting(&mut self) -> Read {
@@ -185,8 +204,8 @@ impl Conn {
         let mut input = std::mem::take(&mut self.input);
         let used = self.frames(&input, context)?;
         input.drain(..used);
-        if !input.is_empty() {
-            self.input = input;
+        if !input.is_empty() || !self.works.is_empty() {
+            self.input = input; // empty too: who sends much sends more
         }
         Ok(())
     }
@@ -326,7 +345,13 @@ impl Conn {
             match os::check(unsafe { libc::send(self.fd.raw(), rest.as_ptr().cast(), rest.len(), flags) } as i64) {
                 Ok(size) => self.sent += size as usize,
                 Err(libc::EINTR) => {}
-                Err(libc::EAGAIN) => return self.wait_to_send(true, epoll),
+                Err(libc::EAGAIN) => {
+                    if self.sent >= OUT_HIGH {
+                        self.out.drain(..self.sent); // a peer that is always a little behind must not make it grow
+                        self.sent = 0;
+                    }
+                    return self.wait_to_send(true, epoll);
+                }
                 Err(_) => return false,
             }
         }
@@ -334,6 +359,9 @@ impl Conn {
         self.out.clear();
         if self.works.is_empty() && self.out.capacity() > 8 * HEADER {
             self.out = Vec::new();
+        }
+        if self.works.is_empty() && self.input.is_empty() && self.input.capacity() > 0 {
+            self.input = Vec::new();
         }
         self.wait_to_send(false, epoll)
     }
@@ -370,12 +398,11 @@ fn follow(
     let step = if behind > 0 && sink.has_room() {
         let channel = 1 + command.log.next_stream(&mut at, scratch).map_err(unreadable)?;
         let mut failure = None;
-        sink.data(channel, behind, |room| match command.log.read(&mut at, room, scratch) {
-            Ok(size) => size,
-            Err(errno) => {
+        sink.data(channel, behind, |room| {
+            command.log.read(&mut at, room, scratch).unwrap_or_else(|errno| {
                 failure = Some(errno);
                 0
-            }
+            })
         });
         match failure {
             Some(errno) => Err(unreadable(errno)),

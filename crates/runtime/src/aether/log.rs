@@ -97,12 +97,12 @@ impl Log {
     }
 
     /// The encoded bytes at a position, some of them: from memory as they are, from the file through `scratch`.
-    fn encoded<'a>(&'a self, at: u64, scratch: &'a mut Scratch) -> os::Result<&'a [u8]> {
+    fn encoded<'a>(&'a self, at: u64, most: usize, scratch: &'a mut Scratch) -> os::Result<&'a [u8]> {
         match &self.file {
             None => Ok(self.memory.get(at as usize..).unwrap_or(&[])),
             Some(file) => {
                 let left = self.size.saturating_sub(at) as usize;
-                scratch.pread(file.0, left.min(MAX_RECORD + MAX_HEAD), at)
+                scratch.pread(file.0, left.min(most), at)
             }
         }
     }
@@ -115,7 +115,7 @@ impl Log {
         let mut place = Place { cursor: bytes, at, left: 0, stream: 0 };
         while place.cursor < cursor {
             // As many records as there are at hand: a command can write them a byte long, and thousands to a mark.
-            let (encoded, start) = (self.encoded(place.at, scratch)?, place.at);
+            let (encoded, start) = (self.encoded(place.at, MAX_RECORD + MAX_HEAD, scratch)?, place.at);
             while place.cursor < cursor {
                 let Some((length, stream, size)) = encoded.get((place.at - start) as usize..).and_then(head) else {
                     break;
@@ -139,15 +139,27 @@ impl Log {
     /// The stream whose bytes come next at `place`, which there must be.
     pub fn next_stream(&self, place: &mut Place, scratch: &mut Scratch) -> os::Result<u8> {
         if place.left == 0 {
-            let (length, stream, size) = head(self.encoded(place.at, scratch)?).ok_or(libc::EIO)?;
+            let (length, stream, size) = head(self.encoded(place.at, MAX_HEAD, scratch)?).ok_or(libc::EIO)?;
             *place = Place { cursor: place.cursor, at: place.at + size as u64, left: length, stream };
         }
         Ok(place.stream)
     }
 
-    /// Copies bytes of one stream (the one `next_stream` named) from `place` on, over as many records as there are at hand.
+    /// Copies bytes of one stream (the one `next_stream` named) from `place` on, as many as there are in a row and fit.
     pub fn read(&self, place: &mut Place, out: &mut [u8], scratch: &mut Scratch) -> os::Result<usize> {
-        let encoded = self.encoded(place.at, scratch)?;
+        let (stream, mut copied) = (place.stream, 0);
+        while copied < out.len() && self.behind(place) > 0 && self.next_stream(place, scratch)? == stream {
+            copied += self.read_at_hand(place, &mut out[copied..], scratch)?;
+        }
+        Ok(copied)
+    }
+
+    /// Over as many records as one look at the log brings.
+    fn read_at_hand(&self, place: &mut Place, out: &mut [u8], scratch: &mut Scratch) -> os::Result<usize> {
+        let encoded = self.encoded(place.at, MAX_RECORD + MAX_HEAD, scratch)?;
+        if encoded.is_empty() {
+            return Err(libc::EIO);
+        }
         let (mut taken, mut copied) = (0, 0);
         loop {
             let count = (place.left as usize).min(out.len() - copied).min(encoded.len() - taken);

@@ -85,6 +85,23 @@ pub fn read(fd: i32, buffer: &mut [u8]) -> Result<usize> {
     check(unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) } as i64).map(|n| n as usize)
 }
 
+/// Reads at most `most` bytes behind those that are there already.
+pub fn read_onto(fd: i32, bytes: &mut Vec<u8>, most: usize) -> Result<usize> {
+    bytes.reserve_exact(most);
+    let room = bytes.spare_capacity_mut();
+    let count = most.min(room.len());
+    let size = check(unsafe { libc::read(fd, room.as_mut_ptr().cast(), count) } as i64)? as usize;
+    // SAFETY: the kernel wrote `size` bytes behind the length, at most the capacity.
+    unsafe { bytes.set_len(bytes.len() + size) };
+    Ok(size)
+}
+
+/// Best effort: how much the kernel holds of what is sent on a socket.
+pub fn buffer_to_send(socket: i32, size: i32) {
+    let length = std::mem::size_of_val(&size) as libc::socklen_t;
+    unsafe { libc::setsockopt(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, (&raw const size).cast(), length) };
+}
+
 pub fn write(fd: i32, bytes: &[u8]) -> Result<usize> {
     check(unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) } as i64).map(|n| n as usize)
 }

@@ -13,7 +13,7 @@ const MAX_OCTAL: u64 = 0o77777777777;
 const MAX_ID: u32 = 0o7777777;
 /// Memory for the first names of files that have several; beyond it they are sent as files of their own.
 const MAX_LINKS: usize = 1 << 20;
-const FILE_PIECE: usize = 60 * 1024;
+const FILE_PIECE: usize = 256 * 1024;
 const ENTRIES_A_STEP: usize = 64;
 const BYTES_A_STEP: usize = 48 * 1024;
 const PROC: i64 = 0x9fa0;
