@@ -53,6 +53,13 @@ async def drink(call: Call) -> object:
     return {"size": sum([len(chunk) async for chunk in call.data()])}
 
 
+async def half(call: Call) -> object:
+    """Ends its own direction first and goes on listening."""
+    await call.send(b"all I say")
+    call.end()
+    return {"size": sum([len(chunk) async for chunk in call.data()])}
+
+
 async def hang(call: Call) -> object:
     await asyncio.Event().wait()
     return None
@@ -60,7 +67,7 @@ async def hang(call: Call) -> object:
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Path]:
-    handlers = {"echo": echo, "fail": fail, "crash": crash, "pour": pour, "drink": drink, "hang": hang}
+    handlers = {"echo": echo, "fail": fail, "crash": crash, "pour": pour, "drink": drink, "half": half, "hang": hang}
     link = LinkServer(handlers, epoch=7)
     path = tmp_path / "s"
     await link.listen_unix(path)
@@ -269,3 +276,15 @@ async def test_a_server_cannot_fill_the_memory_with_notes(tmp_path: Path) -> Non
     await client.close()
     hostile.close()
     await hostile.wait_closed()
+
+
+async def test_each_direction_of_a_stream_ends_on_its_own(server: Path) -> None:
+    client = await LinkClient.connect_unix(server)
+    stream = await client.open("half", {})
+    assert await stream.receive() == Data(0, b"all I say")
+    assert await stream.receive() is None and not stream.ended
+    await stream.send(b"x" * 1_000_000)
+    await stream.end()
+    assert (await stream.result(Echo)).size == 1_000_000
+    assert await stream.receive() is None and stream.ended
+    await client.close()

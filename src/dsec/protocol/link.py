@@ -457,6 +457,18 @@ class LinkStream:
         """No more data from this side."""
         self._connection.write(FrameType.END, self._flow.id)
 
+    async def receive(self) -> Data | Note | None:
+        """The next of what arrives; None when no more will: the peer sent its END, or there is a result."""
+        flow = self._flow
+        while not flow.items:
+            if flow.ended or flow.peer_ended:
+                return None
+            await flow.wait()
+        item = flow.items.popleft()
+        if isinstance(item, Data):
+            flow.consumed(item)
+        return item
+
     async def __aiter__(self) -> AsyncIterator[Data | Note]:
         """What arrives, until the result; a failure is raised by `result`."""
         flow = self._flow
@@ -554,7 +566,7 @@ class _ClientConnection(_Connection):
             flow.push(Note(payload))
 
     def on_end(self, flow: _Flow) -> None:
-        pass  # the reply follows; it ends the stream
+        flow.notify()  # the stream goes on until the reply
 
     def open(self, method: str, params: object) -> LinkStream:
         if self.closed is not None:
@@ -699,6 +711,10 @@ class Call:
 
     def note_raw(self, payload: bytes) -> None:
         self._connection.write(FrameType.NOTE, self._flow.id, payload)
+
+    def end(self) -> None:
+        """No more data from this side, while the caller may still send; the reply is still to come."""
+        self._connection.write(FrameType.END, self._flow.id)
 
     async def data(self) -> AsyncIterator[bytes]:
         """Bytes from the caller until its END; raises Fault connection_lost when it went away before."""

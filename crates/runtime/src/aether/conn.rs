@@ -5,6 +5,7 @@ use super::fault::Fault;
 use super::files;
 use super::log::Place;
 use super::os::{self, Epoll, Scratch, Watched};
+use super::ports::Ports;
 use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, MAX_DROPPED, MAX_PAYLOAD};
 use crate::msgpack::{Pack, Value};
 
@@ -26,6 +27,11 @@ pub trait Job {
 
     fn end(&mut self) -> Result<(), Fault> {
         Ok(())
+    }
+
+    /// Whether the client's data stays charged until the job gives it back (`Sink::consumed`).
+    fn holds_credit(&self) -> bool {
+        false
     }
 
     /// A bounded piece of work.
@@ -55,6 +61,21 @@ impl Sink<'_> {
 
     pub fn has_room(&self) -> bool {
         self.ledger.room(self.stream) > 1
+    }
+
+    /// An event; jobs bound how many of them nobody has answered.
+    pub fn note(&mut self, payload: &[u8]) {
+        Frame { kind: Kind::Note, stream: self.stream, payload }.put(self.out);
+    }
+
+    /// No more data from this side.
+    pub fn end(&mut self) {
+        Frame { kind: Kind::End, stream: self.stream, payload: &[] }.put(self.out);
+    }
+
+    /// Gives credit back for payload that a job held.
+    pub fn consumed(&mut self, size: u32) {
+        self.ledger.consumed(self.stream, size, self.out);
     }
 }
 
@@ -86,6 +107,7 @@ enum Outcome {
 /// What requests work on.
 pub struct Context<'a> {
     pub chronus: &'a mut Chronus,
+    pub ports: &'a Ports,
     pub epoll: &'a Epoll,
 }
 
@@ -245,7 +267,7 @@ impl Conn {
 
     /// Data of the client, or its end.
     fn data(&mut self, stream: u32, bytes: Option<&[u8]>, context: &mut Context) {
-        let size = bytes.map_or(0, |bytes| 1 + bytes.len() as u32);
+        let mut size = bytes.map_or(0, |bytes| 1 + bytes.len() as u32);
         let work = self.works.iter_mut().find(|(id, _)| *id == stream);
         let result = match (work.map(|(_, work)| work), bytes) {
             (Some(Work::Follow { command, feeds: true, .. }), Some(bytes)) => {
@@ -255,7 +277,12 @@ impl Conn {
             (Some(Work::Follow { command, feeds: true, .. }), None) => {
                 return context.chronus.stdin_close(*command, context.epoll);
             }
-            (Some(Work::Job(job)), Some(bytes)) => job.data(bytes),
+            (Some(Work::Job(job)), Some(bytes)) => {
+                if job.holds_credit() {
+                    size = 0;
+                }
+                job.data(bytes)
+            }
             (Some(Work::Job(job)), None) => job.end(),
             _ => Ok(()),
         };
@@ -422,7 +449,7 @@ fn follow(
 
 /// Begins what a client asks for.
 fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome, Fault> {
-    let Context { chronus, epoll } = context;
+    let Context { chronus, ports, epoll } = context;
     let nothing = || Ok(Outcome::Reply(Pack::default().map(0).0));
     let number = || chronus::exec_id(params);
     match method {
@@ -466,6 +493,9 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         }
         "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
         "exec.list" => Ok(Outcome::Reply(chronus.list())),
+        "port.connect" | "port.listen" | "port.accept" => {
+            Ok(Outcome::Work(Work::Job(ports.request(method, params, epoll)?)))
+        }
         _ => match files::request(method, params, chronus.birth)? {
             files::Answer::Reply(payload) => Ok(Outcome::Reply(payload)),
             files::Answer::Job(job) => Ok(Outcome::Work(Work::Job(job))),

@@ -86,6 +86,9 @@ pub fn describe(errno: Errno) -> String {
         libc::EXDEV => "Invalid cross-device link",
         libc::EMLINK => "Too many links",
         libc::EFBIG => "File too large",
+        libc::ENOBUFS => "No buffer space available",
+        libc::EADDRINUSE => "Address already in use",
+        libc::EADDRNOTAVAIL => "Cannot assign requested address",
         _ => return format!("errno {errno}"),
     };
     text.to_owned()

@@ -1,7 +1,7 @@
 //! Aether: PID 1 of every sandbox. One thread and one epoll, no signal handlers, no file of the image ever loaded.
 //!
 //! It takes connections of the edge on the one listener (`conn`), runs commands (`chronus`, `spawn`, `log`), serves files
-//! (`files`, `tar`), and reaps every orphan. Everything inside the sandbox is hostile to it: the files it reads, the
+//! (`files`, `tar`) and ports (`ports`), and reaps every orphan. Everything inside the sandbox is hostile to it: the files it reads, the
 //! processes it runs, their output, their number.
 
 mod chronus;
@@ -10,6 +10,7 @@ mod fault;
 mod files;
 mod log;
 mod os;
+mod ports;
 mod spawn;
 mod tar;
 mod untar;
@@ -20,6 +21,7 @@ use crate::birth::Sandbox;
 use chronus::Chronus;
 use conn::{Conn, Context, Read};
 use os::{check, Epoll, Fd, Scratch};
+use ports::Ports;
 
 /// What an epoll event is about: a kind and a number, in 64 bits.
 mod token {
@@ -29,6 +31,7 @@ mod token {
     pub const PIPE: u32 = 4;
     pub const STATUS: u32 = 5;
     pub const STDIN: u32 = 6;
+    pub const PORT: u32 = 7;
 
     pub fn make(kind: u32, number: u32) -> u64 {
         u64::from(kind) << 32 | u64::from(number)
@@ -49,6 +52,7 @@ struct Aether {
     signals: Fd,
     scratch: Scratch,
     chronus: Chronus,
+    ports: Ports,
     conns: Vec<Conn>,
     epoch: u64,
     next_conn: u32,
@@ -124,6 +128,7 @@ impl Aether {
             signals,
             scratch,
             chronus,
+            ports: Ports::default(),
             conns,
             epoch: 0,
             next_conn: 0,
@@ -134,7 +139,8 @@ impl Aether {
 
     fn turn(&mut self) {
         let mut more = false;
-        let (mut context, scratch) = (Context { chronus: &mut self.chronus, epoll: &self.epoll }, &mut self.scratch);
+        let (mut context, scratch) =
+            (Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll }, &mut self.scratch);
         self.conns.retain_mut(|conn| {
             let unfinished = conn.pump(scratch, &mut context);
             let alive = conn.flush(context.epoll);
@@ -175,6 +181,7 @@ impl Aether {
             token::STATUS => self.chronus.on_status(number),
             token::STDIN if events & libc::EPOLLERR != 0 => self.chronus.stdin_gone(number),
             token::STDIN => self.chronus.push_stdin(number, &self.epoll),
+            token::PORT => self.ports.on_event(number, events),
             _ => {
                 let _ = os::read(self.signals.0, &mut [0; 128]);
                 self.unreaped = true;
@@ -202,7 +209,7 @@ impl Aether {
 
     fn read(&mut self, token: u64) {
         let Some(at) = self.conns.iter().position(|conn| conn.token == token) else { return };
-        let mut context = Context { chronus: &mut self.chronus, epoll: &self.epoll };
+        let mut context = Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll };
         match self.conns[at].read(&mut self.scratch, &mut context) {
             Read::Nothing => {}
             Read::Closed => drop(self.conns.remove(at)),
@@ -216,7 +223,7 @@ impl Aether {
         if preamble.epoch >= self.epoch {
             self.epoch = preamble.epoch;
             self.conns.retain(|conn| !conn.greeted);
-            let mut context = Context { chronus: &mut self.chronus, epoll: &self.epoll };
+            let mut context = Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll };
             if conn.greet(preamble, self.epoch, &mut context).is_ok() {
                 self.conns.push(conn);
             }

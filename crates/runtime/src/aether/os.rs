@@ -197,6 +197,17 @@ impl Watched {
     pub fn raw(&self) -> i32 {
         self.fd.0
     }
+
+    /// Another descriptor for the same set.
+    pub fn beside(&self, fd: Fd) -> Watched {
+        Watched { fd, epoll: self.epoll }
+    }
+
+    /// Adds it to the set.
+    pub fn watch(&self, events: i32, token: u64) -> Result<()> {
+        let mut event = libc::epoll_event { events: events as u32, u64: token };
+        check(unsafe { libc::epoll_ctl(self.epoll, libc::EPOLL_CTL_ADD, self.fd.0, &mut event) }).map(drop)
+    }
 }
 
 impl Drop for Watched {

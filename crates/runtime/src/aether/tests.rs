@@ -1,5 +1,7 @@
 //! A real aether, PID 1 of a PID namespace of its own, driven over its socket. Needs root.
 
+mod ports;
+
 use super::*;
 use crate::birth::Birth;
 use crate::link::{Frame, Kind, Preamble, CONNECTION_CREDIT, PREAMBLE, STREAM_CREDIT};

@@ -1,0 +1,130 @@
+"""Ports of a sandbox: connections to servers inside, and listeners inside whose connections come to us.
+
+Both end in a `Duplex`. Whoever holds one holds a socket inside, so each is a context manager: left before its end, the
+connection is reset, and nobody inside takes half of a message for a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
+
+import msgspec
+
+from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.link import Data, LinkClient, LinkStream, Note, decode
+
+from .sandbox import Sandbox
+
+BACKLOG = 128
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """First event of `port.listen`: where it listens."""
+
+    address: str
+    port: int
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A connection that waits to be taken with `port.accept`; peer is `address:port` inside."""
+
+    connection: int
+    peer: str
+
+
+class Duplex:
+    """A connection with something inside. Bytes both ways, each direction ends on its own."""
+
+    def __init__(self, stream: LinkStream) -> None:
+        self._stream = stream
+
+    async def read(self) -> bytes:
+        """The next bytes, b"" at their end. Fault connection_lost when the connection was reset."""
+        while (item := await self._stream.receive()) is not None:
+            if isinstance(item, Data):
+                return item.data
+        if self._stream.ended:
+            await self._stream.result()
+        return b""
+
+    async def write(self, data: bytes) -> None:
+        """Returns when it is on its way, at the pace of the reader inside; Fault when there is none any more."""
+        await self._stream.send(data)
+
+    async def end(self) -> None:
+        """No more bytes from this side."""
+        await self._stream.end()
+
+    async def finished(self) -> None:
+        """Until both directions have ended; Fault connection_lost when the connection was reset instead."""
+        await self._stream.result()
+
+    def close(self) -> None:
+        """Resets the connection, unless it came to its end."""
+        self._stream.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+async def connect(sandbox: Sandbox, port: int, host: str | None = None) -> Duplex:
+    """A connection to a server inside. host: a loopback address; by default 127.0.0.1, then ::1.
+
+    Fault not_found (retryable) when nothing listens there, timeout when it does not accept, capacity when there are too many.
+    """
+    stream = await (await sandbox.link()).open("port.connect", {"port": port, "host": host})
+    try:
+        if not isinstance(await stream.receive(), Note):
+            await stream.result()
+            raise Fault(ErrorKind.INTERNAL, f"port {port}: no answer to a connection")
+    except BaseException:
+        stream.cancel()
+        raise
+    return Duplex(stream)
+
+
+class Listener:
+    """A port inside. Iterate over it for the connections; at most 64 wait to be taken, more wait in the kernel."""
+
+    def __init__(self, client: LinkClient, stream: LinkStream, at: Listening) -> None:
+        self._client = client
+        self._stream = stream
+        self.address = at.address
+        self.port = at.port
+
+    async def arrivals(self) -> AsyncIterator[Arrival]:
+        """Connections that wait, each to be taken with `take`; Fault when the listener or the sandbox is gone."""
+        while (item := await self._stream.receive()) is not None:
+            if isinstance(item, Note):
+                yield decode(item.payload, Arrival)
+        await self._stream.result()
+
+    async def take(self, connection: int) -> Duplex:
+        return Duplex(await self._client.open("port.accept", {"connection": connection}))
+
+    async def __aiter__(self) -> AsyncIterator[Duplex]:
+        async for arrival in self.arrivals():
+            yield await self.take(arrival.connection)
+
+
+@asynccontextmanager
+async def listen(sandbox: Sandbox, address: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Listener]:
+    """Listens inside on a loopback address until the block is left; port 0 takes a free one.
+
+    Connections that were taken outlive it. Fault conflict when the port is in use.
+    """
+    client = await sandbox.link()
+    stream = await client.open("port.listen", {"address": address, "port": port, "backlog": BACKLOG})
+    try:
+        first = await stream.receive()
+        if not isinstance(first, Note):
+            await stream.result()
+            raise Fault(ErrorKind.INTERNAL, f"port {port}: no answer to a listener")
+        yield Listener(client, stream, decode(first.payload, Listening))
+    finally:
+        stream.cancel()
