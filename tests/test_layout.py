@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"layers", "protocol"},
     "edge": {"backends", "layers", "protocol"},
     "cluster": {"protocol"},
+    "integrations": {""},
     "demo": {"sdk", "layers", "cluster", "protocol", "backends", ""},
     "cli": {"sdk", "layers", "cluster", "protocol", "demo", "backends", "sync", ""},
 }

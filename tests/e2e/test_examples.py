@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SAID = {
     "quickstart.py": ["hello from sb-", "pypi: refused"],
     "burst.py": ["64 of 64 sandboxes created, used and removed"],
+    "inspect_eval.py": ["3: It has 3 lines.", "accuracy 1 over 8 samples"],
     "sync_client.py": ["1\n2\n3\nexit code 0\n", "the command exited with 2", "write project/count.sh", "files=1"],
 }
 
