@@ -29,6 +29,28 @@ def cpu_ms(state: str) -> dict[str, float]:
     }
 
 
+def roles(state: str, edge: str) -> dict[str, int]:
+    """This process, API server, edge, launcher, and the PID 1 of the only sandbox that there is."""
+    pids = {process.role: process.pid for process in embedded.status(state).processes if process.pid is not None}
+    launcher = next(
+        pid for pid in _family({pids["edge"]}) if b"launcher" in _text(pid, "cmdline").encode().split(b"\0")
+    )
+    (aether,) = agents(edge)
+    return {"sdk": os.getpid(), **pids, "launcher": launcher, "aether": aether}
+
+
+class ResidentPeak:
+    """How far the resident set of a process rises above what it is now: the kernel keeps the mark, no sample misses it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before = int(_status(pid)["VmRSS"].split()[0])
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+
+    def grown_mb(self) -> float:
+        return (int(_status(self._pid)["VmHWM"].split()[0]) - self._before) / 1024
+
+
 def machine_cpu_ms() -> float:
     """Processor time that the whole machine has spent on anything; ms."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])

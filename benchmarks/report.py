@@ -43,6 +43,10 @@ PROMISES = {
     "kb_per_sandbox_1000": Promise("ratio", "most", 0.9),
     "exec_p99_ms": Promise("value", "most", 200),
     "platform_pss_mb": Promise("value", "most", 140),
+    "upload_mb_per_s": Promise("value", "least", 250),
+    "download_mb_per_s": Promise("value", "least", 250),
+    "rss_growth_mb": Promise("value", "most", 32),
+    "first_byte_p50_ms": Promise("value", "most", 3),
 }
 
 

@@ -56,7 +56,8 @@ async def test_the_router_would_find_the_same() -> None:
         for path in (
             "/v1/sandboxes", "/v1/sandboxes/", "/v1/sandboxes/sb-e-000000000000", "/v1/sandboxes/sb-e-000000000000/",
             "/v1/sandboxes/x/exec", "/v1/sandboxes/x/exec/", "/v1/sandboxes//exec", "/v1/sandboxes/x/y/exec",
-            "/v1/sandboxes/x/files/stat", "/v1/sandboxes/x/files", "/v1/sandboxesx/x", "/v1/sandboxes/x%2Fexec",
+            "/v1/sandboxes/x/files/stat", "/v1/sandboxes/x/files",
+            "/v1/sandboxes/x/files/list", "/v1/sandboxes/x/files/archive", "/v1/sandboxesx/x", "/v1/sandboxes/x%2Fexec",
             "/v1/sandboxes/stop", "/v1/layers", "/",
         ):  # fmt: skip
             direct = find(method.encode(), path.encode())
@@ -71,7 +72,7 @@ async def test_the_router_would_find_the_same() -> None:
                 if match is Match.FULL
             )
             assert first == (direct[1], direct[0])
-    assert found == 7
+    assert found == 12
 
 
 async def test_one_connection_takes_all_kinds_in_turn(pipe: Pipe, edge: FakeEdge) -> None:

@@ -22,6 +22,7 @@ from dsec.protocol.ids import new_request_id
 
 from . import commands, files, sandboxes
 from .app import Entry, told, unforeseen
+from .bulk import Bulk
 from .exchange import Exchange, StreamedReply, error_response
 from .routes import Handler
 
@@ -37,7 +38,13 @@ _OF_ONE: dict[tuple[bytes, bytes], Handler] = {  # by method and what follows th
     (b"DELETE", b""): sandboxes.stop,
     (b"GET", b""): sandboxes.info,
     (b"GET", b"files/stat"): files.stat,
+    (b"GET", b"files"): files.read,
+    (b"GET", b"files/list"): files.listing,
+    (b"GET", b"files/archive"): files.archive_read,
+    (b"PUT", b"files"): files.write,
+    (b"PUT", b"files/archive"): files.archive_write,
 }
+_TAKES_ITS_BODY_AS_IT_COMES = frozenset((files.write, files.archive_write))
 
 
 def find(method: bytes, path: bytes) -> tuple[Handler, dict[str, str]] | None:
@@ -69,9 +76,16 @@ class Asked(RequestResponseCycle):
     """A request that is answered directly, in the place of uvicorn's own; only what the protocol looks at is there."""
 
     def __init__(
-        self, handler: Handler, path_params: dict[str, str], url: bytes, headers: dict[bytes, bytes], keep_alive: bool
+        self,
+        handler: Handler,
+        path_params: dict[str, str],
+        method: str,
+        url: bytes,
+        headers: dict[bytes, bytes],
+        keep_alive: bool,
     ) -> None:
         self.handler = handler
+        self.method = method
         self.path_params = path_params
         self.url = url
         self.headers = headers
@@ -87,6 +101,7 @@ class DirectProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a short way for some requests."""
 
     _asked: Asked | None = None  # whose body is still to come
+    _bulk: Bulk | None = None  # the same, of a long one
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -95,6 +110,10 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         asked = self._direct()
+        self._bulk = None
+        if asked is not None and asked.handler in _TAKES_ITS_BODY_AS_IT_COMES:
+            self._receive(asked)
+            return
         if asked is None:
             url, headers, expected = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
@@ -114,17 +133,21 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"0")
-        if not (length.isdigit() and int(length) <= MAX_BODY) or b"transfer-encoding" in headers:
+        short = length.isdigit() and int(length) <= MAX_BODY and b"transfer-encoding" not in headers
+        if not short and found[0] not in _TAKES_ITS_BODY_AS_IT_COMES:
             return None
         if parser.get_http_version() != "1.1" or self.root_path or b"#" in self.url:
             return None
-        return Asked(*found, self.url, headers, parser.should_keep_alive())
+        method = parser.get_method().decode("ascii")
+        return Asked(*found, method, self.url, headers, parser.should_keep_alive())
 
     def on_body(self, body: bytes) -> None:
-        if self._asked is None:
-            super().on_body(body)
-        else:
+        if self._asked is not None:
             self._asked.body += body
+        elif self._bulk is not None:
+            self._bulk.take(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         asked = self._asked
@@ -180,14 +203,48 @@ class DirectProtocol(HttpToolsProtocol):
         """By uvicorn's own cycle, which knows how to send at the client's pace and when it is gone."""
         entry = self.app
         assert isinstance(entry, Entry)
+        cycle = self._cycle(asked)
+        cycle.more_body = False
+        cycle.disconnected = asked.disconnected
+        if cycle.disconnected:
+            cycle.message_event.set()
+        if self.cycle is asked:
+            self.cycle = cycle
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await entry.guarded(response, scope, receive, send, request_id)
+
+        await cycle.run_asgi(answer)  # type: ignore[arg-type]
+
+    def _receive(self, asked: Asked) -> None:
+        """A request whose body is still to come: its handler takes the body as it does."""
+        entry = self.app
+        assert isinstance(entry, Entry)
+        self.cycle = self._bulk = cycle = self._cycle(asked)
+
+        async def handled(scope: Scope, receive: Receive, send: Send) -> None:
+            entry.check(asked.headers)
+            query = asked.url.partition(b"?")[2]
+            exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, receive)
+            response = await asked.handler(exchange)
+            await response(scope, receive, send)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await entry.guarded(handled, scope, receive, send, request_id)
+
+        request_id = new_request_id()
+        self._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
+
+    def _cycle(self, asked: Asked) -> Bulk:
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": asked.method,
             "http_version": "1.1",
             "path": asked.url.decode("ascii"),
+            "path_params": asked.path_params,
             "headers": [],
         }
-        cycle = RequestResponseCycle(
+        cycle = Bulk(
             scope=scope,  # type: ignore[arg-type]
             transport=self.transport,
             flow=self.flow,
@@ -200,14 +257,5 @@ class DirectProtocol(HttpToolsProtocol):
             keep_alive=asked.keep_alive,
             on_response=self.on_response_complete,
         )
-        cycle.more_body = False
-        cycle.disconnected = asked.disconnected
-        if cycle.disconnected:
-            cycle.message_event.set()
-        if self.cycle is asked:
-            self.cycle = cycle
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await entry.guarded(response, scope, receive, send, request_id)
-
-        await cycle.run_asgi(answer)  # type: ignore[arg-type]
+        cycle.widen()
+        return cycle

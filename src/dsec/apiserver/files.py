@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import LinkStream
+from dsec.protocol.link import MAX_FRAME, LinkStream
 from dsec.protocol.specs import FileInfo
 
 from .bodies import Done, Entries, MkdirRequest, MoveRequest, Size
@@ -66,9 +67,9 @@ async def archive_write(x: Exchange) -> Response:
 async def _send_body(x: Exchange, stream: LinkStream, reply: type[T]) -> T:
     """Body to stream, then its result. A refusal in the middle of the body wins over what is still to be sent."""
     try:
-        async for part in x.chunks():
+        async for pieces in _whole_frames(x.chunks()):
             try:
-                await stream.send(part)
+                await stream.send_frame(pieces)
             except Fault:
                 break  # the edge closed the stream: the result says why
         else:
@@ -76,6 +77,23 @@ async def _send_body(x: Exchange, stream: LinkStream, reply: type[T]) -> T:
         return await stream.result(reply)
     finally:
         stream.cancel()
+
+
+async def _whole_frames(parts: AsyncIterator[bytes]) -> AsyncIterator[list[memoryview]]:
+    """The same bytes, cut where frames are, so that files are written in whole pages. Nothing is copied."""
+    pieces: list[memoryview] = []
+    room = MAX_FRAME
+    async for part in parts:
+        view = memoryview(part)
+        while len(view) >= room:
+            pieces.append(view[:room])
+            yield pieces
+            view, pieces, room = view[room:], [], MAX_FRAME
+        if view:
+            pieces.append(view)
+            room -= len(view)
+    if pieces:
+        yield pieces
 
 
 async def stat(x: Exchange) -> Response:

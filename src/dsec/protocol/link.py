@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar, cast, overload
 
 import msgspec
@@ -36,6 +36,7 @@ from .frames import (
 T = TypeVar("T")
 CONNECT_TIMEOUT = 5.0
 BACKLOG_RETRY = 0.005
+MAX_FRAME = DATA_CHUNK - 1  # bytes in one frame of DATA
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
@@ -365,27 +366,27 @@ class _Connection(asyncio.BufferedProtocol):
                 waiter.set_result(None)
 
     async def send_data(self, flow: _Flow, data: bytes, channel: int) -> None:
-        """DATA in frames of at most 256 KiB, each when stream, connection and transport have room.
-
-        The bytes are not copied: they must not change.
-        """
+        """DATA in frames of at most 256 KiB. The bytes are not copied: they must not change."""
         view = memoryview(data)
-        for start in range(0, len(view), DATA_CHUNK - 1):
-            chunk = view[start : start + DATA_CHUNK - 1]
-            size = 1 + len(chunk)
-            while self.closed is None and (self._paused or flow.send_credit < size or self.send_credit < size):
-                if self.flows.get(flow.id) is not flow:
-                    raise _lost("the stream was closed by the peer")
-                waiter = self._loop.create_future()
-                self._waiters.append(waiter)
-                await waiter
-            if self.closed is not None:
-                raise self.closed
+        for start in range(0, len(view), MAX_FRAME):
+            await self.send_frame(flow, (view[start : start + MAX_FRAME],), channel)
+
+    async def send_frame(self, flow: _Flow, pieces: Sequence[memoryview], channel: int) -> None:
+        """One frame of DATA, when stream, connection and transport have room."""
+        size = 1 + sum(map(len, pieces))
+        while self.closed is None and (self._paused or flow.send_credit < size or self.send_credit < size):
             if self.flows.get(flow.id) is not flow:
                 raise _lost("the stream was closed by the peer")
-            flow.send_credit -= size
-            self.send_credit -= size
-            self.write_raw(pack_head(FrameType.DATA, flow.id, size) + _CHANNELS[channel], chunk)
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
+        if self.closed is not None:
+            raise self.closed
+        if self.flows.get(flow.id) is not flow:
+            raise _lost("the stream was closed by the peer")
+        flow.send_credit -= size
+        self.send_credit -= size
+        self.write_raw(pack_head(FrameType.DATA, flow.id, size) + _CHANNELS[channel], *pieces)
 
     def close(self, why: Fault | None = None) -> None:
         if self.closed is not None:
@@ -452,6 +453,10 @@ class LinkStream:
 
     async def send(self, data: bytes, channel: int = 0) -> None:
         await self._connection.send_data(self._flow, data, channel)
+
+    async def send_frame(self, pieces: Sequence[memoryview], channel: int = 0) -> None:
+        """Pieces of at most MAX_FRAME bytes in all, as one frame."""
+        await self._connection.send_frame(self._flow, pieces, channel)
 
     async def end(self) -> None:
         """No more data from this side."""

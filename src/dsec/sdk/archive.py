@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import posixpath
 import stat
@@ -21,7 +22,8 @@ import msgspec
 
 from .errors import FileInvalid
 
-_CHUNK = 256 * 1024
+_CHUNK = 1024 * 1024  # a turn in a thread costs as much as copying some hundred kilobytes
+_PIPE = 1024 * 1024
 _MAX_NAME = 4096
 
 
@@ -36,11 +38,15 @@ class Downloaded(msgspec.Struct, frozen=True):
 # -- up --
 
 
-async def read_file(path: bytes) -> AsyncIterator[bytes]:
-    """A local file in pieces."""
+async def read_file(path: bytes, size: int) -> AsyncIterator[bytes]:
+    """`size` bytes of a local file in pieces, however it grows meanwhile; FileInvalid when it shrinks."""
     file = await asyncio.to_thread(open, path, "rb", buffering=0)
     try:
-        while chunk := await asyncio.to_thread(file.read, _CHUNK):
+        while size:
+            chunk = await asyncio.to_thread(file.read, min(size, _CHUNK))
+            if not chunk:
+                raise FileInvalid(f"{os.fsdecode(path)} was cut short while it was read", hint="upload it again")
+            size -= len(chunk)
             yield chunk
     finally:
         file.close()
@@ -73,7 +79,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 async def _packed(add: Callable[[tarfile.TarFile], None]) -> AsyncIterator[bytes]:
-    read_end, write_end = os.pipe()
+    read_end, write_end = _wide_pipe()
 
     def pack() -> None:
         with open(write_end, "wb", buffering=_CHUNK) as sink:
@@ -92,7 +98,30 @@ async def _packed(add: Callable[[tarfile.TarFile], None]) -> AsyncIterator[bytes
             await packing
 
 
+def _wide_pipe() -> tuple[int, int]:
+    """A pipe that takes more than 64 KiB at a time, where that is to be had."""
+    ends = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # this user has many wide pipes already
+            fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE)
+    return ends
+
+
 # -- down --
+
+
+async def gathered(pieces: AsyncIterable[bytes]) -> AsyncIterator[list[bytes]]:
+    """Pieces as they came, in lists of about a megabyte, so that a turn in a thread is worth it."""
+    held: list[bytes] = []
+    size = 0
+    async for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _CHUNK:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 async def write_file(pieces: AsyncIterable[bytes], target: Path) -> Downloaded:
@@ -101,9 +130,8 @@ async def write_file(pieces: AsyncIterable[bytes], target: Path) -> Downloaded:
     size = 0
     try:
         with os.fdopen(handle, "wb", buffering=0) as file:
-            async for piece in pieces:
-                await asyncio.to_thread(file.write, piece)
-                size += len(piece)
+            async for some in gathered(pieces):
+                size += await asyncio.to_thread(_write_all, file, some)
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
@@ -124,14 +152,14 @@ def _umask() -> int:
 
 async def unpack_tree(pieces: AsyncIterable[bytes], target: Path) -> Downloaded:
     """A tar stream into a directory that is made if it is not there."""
-    read_end, write_end = os.pipe()
+    read_end, write_end = _wide_pipe()
     source = os.fdopen(read_end, "rb", buffering=0)
     sink = os.fdopen(write_end, "wb", buffering=0)
     unpacking = asyncio.ensure_future(asyncio.to_thread(_unpack, source, target))
     try:
         with contextlib.suppress(BrokenPipeError):  # the unpacker gave up: its own error says why
-            async for piece in pieces:
-                await asyncio.to_thread(_write_all, sink, piece)
+            async for some in gathered(pieces):
+                await asyncio.to_thread(_write_all, sink, some)
     finally:
         sink.close()
         result = (await asyncio.gather(unpacking, return_exceptions=True))[0]
@@ -140,10 +168,13 @@ async def unpack_tree(pieces: AsyncIterable[bytes], target: Path) -> Downloaded:
     return result
 
 
-def _write_all(sink: IO[bytes], piece: bytes) -> None:
-    view = memoryview(piece)
-    while view:
-        view = view[sink.write(view) :]
+def _write_all(sink: IO[bytes], pieces: list[bytes]) -> int:
+    """To a file without a buffer of its own; how many bytes."""
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            view = view[sink.write(view) :]
+    return sum(map(len, pieces))
 
 
 def _unpack(source: IO[bytes], target: Path) -> Downloaded:

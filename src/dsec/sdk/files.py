@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import stat
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from dsec.protocol.specs import FileInfo, FileKind
 
 from . import archive
 from .archive import Downloaded
-from .errors import ConnectionLost, FileMissing, NotADirectory, TooLarge
+from .errors import ConnectionLost, FileInvalid, FileMissing, NotADirectory, TooLarge
 from .transport import NDJSON, Target, Transport, chunks, cut, decode, encode, json_lines
 
 RemotePath = str | bytes | os.PathLike[str]
@@ -103,8 +104,8 @@ class Files:
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes | bytearray | memoryview):
-            whole = data
-            return decode(await self._put("", query, lambda: _slices(whole)), _Size).size
+            whole = memoryview(data).cast("B")
+            return decode(await self._put("", query, lambda: _slices(whole), length=len(whole)), _Size).size
         pieces = data
         return decode(await self._put("", query, lambda: _pieces(pieces), repeat=False), _Size).size
 
@@ -159,8 +160,12 @@ class Files:
             parent, name = os.path.split(os.fsencode(remote).rstrip(b"/"))
             await self._put("/archive", _query(parent or b"."), lambda: archive.pack_one(source, name))
         else:
-            mode = (await asyncio.to_thread(os.stat, source)).st_mode & 0o777
-            await self._put("", {**_query(remote), "mode": f"{mode:o}"}, lambda: archive.read_file(source))
+            found = await asyncio.to_thread(os.stat, source)
+            if not stat.S_ISREG(found.st_mode):
+                raise FileInvalid(f"{os.fsdecode(source)} is neither a regular file, a directory nor a symlink")
+            query = {**_query(remote), "mode": f"{found.st_mode & 0o777:o}"}
+            size = found.st_size
+            await self._put("", query, lambda: archive.read_file(source, size), length=size)
 
     async def download(self, remote: RemotePath, local: LocalPath) -> Downloaded:
         """A file becomes the file `local`; a directory's contents come to lie in the directory `local`, which is made.
@@ -177,14 +182,20 @@ class Files:
         return await archive.write_file(self.stream(remote), target)
 
     async def _put(
-        self, what: str, query: dict[str, str], make: Callable[[], AsyncIterator[bytes]], *, repeat: bool = True
+        self,
+        what: str,
+        query: dict[str, str],
+        make: Callable[[], AsyncIterator[bytes]],
+        *,
+        length: int | None = None,
+        repeat: bool = True,
     ) -> bytes:
         """Sends a body that can be made anew, again when the connection is lost: it replaces, so nothing doubles."""
         deadline = time.monotonic() + self._transport.request_timeout
         while True:
             try:
                 reply = await self._transport.request(
-                    "PUT", self._path + what, query=query, body=make(), target=self._target, repeat=False
+                    "PUT", self._path + what, query=query, body=make(), length=length, target=self._target, repeat=False
                 )
             except ConnectionLost:
                 if not (repeat and self._transport.reached) or time.monotonic() > deadline:
@@ -203,8 +214,7 @@ def _query(path: RemotePath) -> dict[str, str]:
     return {"path_b64": base64.urlsafe_b64encode(os.fsencode(path)).decode()}
 
 
-async def _slices(data: bytes | bytearray | memoryview) -> AsyncIterator[bytes]:
-    view = memoryview(data)
+async def _slices(view: memoryview) -> AsyncIterator[bytes]:
     for start in range(0, len(view), _CHUNK):
         yield bytes(view[start : start + _CHUNK])
 

@@ -162,13 +162,15 @@ class Transport:
         *,
         query: Query = None,
         body: Body = None,
+        length: int | None = None,
         target: Target | None = None,
         wait: float = 0.0,
         repeat: bool = True,
     ) -> unary.Reply:
         """One request, whole answer. With `repeat`, tried again while the connection is lost, for `request_timeout` at most.
 
-        That time begins when the connection is lost, since the answer may rightly take `wait` seconds to come.
+        That time begins when the connection is lost, since the answer may rightly take `wait` seconds to come. length: of a
+        body that is made while it is sent, where it is known.
         """
         if self._unary is None:
             await self.open()
@@ -182,7 +184,9 @@ class Transport:
                     return await self._ask(
                         method, path, cast("dict[str, str]", query), cast("bytes", body), target, wait
                     )
-                async with self.stream(method, path, query=query, body=body, target=target, wait=wait) as response:
+                async with self.stream(
+                    method, path, query=query, body=body, length=length, target=target, wait=wait
+                ) as response:
                     return unary.Reply(response.status, response.headers, await _read(response, target))
             except ConnectionLost as error:
                 if not lost and not isinstance(error, ConnectTimeout):
@@ -246,6 +250,7 @@ class Transport:
         *,
         query: Query = None,
         body: Body = None,
+        length: int | None = None,
         target: Target | None = None,
         wait: float = 0.0,
         accept: str | None = None,
@@ -262,6 +267,8 @@ class Transport:
         headers: dict[str, str] = {}
         if accept is not None:
             headers["Accept"] = accept
+        if length is not None:
+            headers["Content-Length"] = str(length)  # else each piece is framed, and copied for it
         if target is not None:
             headers[INCARNATION] = str(target.incarnation)
         data = body if source is None else source.pieces()
