@@ -381,6 +381,17 @@ class Sandbox:
         """Changes the idle and the total time to live, seconds (None: never); what is left out stays."""
         portal.run(self._inner.set_ttl(running_stop=running_stop, total=total))
 
+    def pause(self) -> None:
+        """Freezes every process and gives the memory back; idempotent. Commands that run stand still, and who waits for them
+        goes on waiting. Their time-outs stand still too; the sandbox's times to live do not. Any request that needs the
+        processes resumes first.
+        """
+        portal.run(self._inner.pause())
+
+    def resume(self) -> None:
+        """Lets a paused sandbox run on; idempotent. Nobody needs to ask: the next command or file does it."""
+        portal.run(self._inner.resume())
+
     def stop(self) -> None:
         """Ends it; idempotent. Returns when processes, memory and disk of it are gone."""
         portal.run(self._inner.stop())

@@ -192,6 +192,7 @@ class Box:
         self.root = root
         self.incarnation = 1
         self.state = State.RUNNING
+        self.paused = False
         self.reason: Reason | None = None
         self.created_at = time.time()
         self.commands: dict[str, Command] = {}
@@ -384,6 +385,14 @@ class FakeEdge:
         for box in chosen:
             await self._end(box, Reason.USER)
         return {"count": len(chosen)}
+
+    async def sandbox_pause(self, call: Call) -> object:
+        self._box(call.params(Target)).paused = True
+        return {}
+
+    async def sandbox_resume(self, call: Call) -> object:
+        self._box(call.params(Target)).paused = False
+        return {}
 
     async def sandbox_ttl(self, call: Call) -> object:
         box = self._box(call.params(Target))

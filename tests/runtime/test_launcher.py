@@ -100,7 +100,7 @@ def test_malformed_messages_are_answered(launcher: Launcher) -> None:
 
 
 def test_unknown_sandboxes_are_named(launcher: Launcher) -> None:
-    for verb in ("stop", "usage", "upper", "freeze", "kill"):
+    for verb in ("stop", "usage", "upper", "freeze", "reclaim", "prefetch", "kill"):
         with pytest.raises(Refused) as refused:
             launcher.call(verb, sandbox="sb-none")
         assert (refused.value.stage, refused.value.errno) == ("unknown", errno.ENOENT)
@@ -168,6 +168,47 @@ async def test_freeze_stops_and_thaw_continues(launcher: Launcher) -> None:
     assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
     launcher.call("freeze", sandbox="sb-a")
     launcher.call("stop", sandbox="sb-a")
+
+
+async def test_memory_of_a_frozen_sandbox_is_let_go(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    assert launcher.call("reclaim", sandbox="sb-a")["reclaimed"]["before"] == 0, "nothing before the first command"
+    assert (await attack(launcher, "sb-a", "put", "/file", 16)) == "16 0"
+    assert launcher.call("usage", sandbox="sb-a")["usage"]["memory"] > 16 * MIB, "pages of the file"
+    launcher.call("freeze", sandbox="sb-a")
+    reclaimed = launcher.call("reclaim", sandbox="sb-a")["reclaimed"]
+    assert reclaimed["before"] > 16 * MIB > 4 * reclaimed["after"] >= 0
+    launcher.call("thaw", sandbox="sb-a")
+    launcher.call("prefetch", sandbox="sb-a")
+    assert await attack(launcher, "sb-a", "cat", "/file") == "Z" * MIB  # as much as is kept of it
+
+
+async def test_memory_on_the_move_holds_neither_thaw_nor_stop_up(launcher: Launcher) -> None:
+    names = [f"sb-{n}" for n in range(8)]
+    for name in names:
+        launcher.create(name)
+        await attack(launcher, name, "put", "/file", 8)
+        launcher.call("freeze", sandbox=name)
+    moving = [launcher.send("reclaim", sandbox=name) for name in names]  # more than there are threads
+    ended = [launcher.send("thaw" if n % 2 else "stop", sandbox=name) for n, name in enumerate(names)]
+    for number in (*moving, *ended):
+        assert launcher.reply(number)["ok"]
+    for name in names[1::2]:
+        assert (await attack(launcher, name, "cat", "/hidden")) == "of the base"
+    assert launcher.call("status")["live"] == 4
+
+
+async def test_a_frozen_sandbox_that_is_stopped_answers_its_freeze(launcher: Launcher) -> None:
+    launcher.create("sb-a")
+    numbers = [launcher.send(verb, sandbox="sb-a") for verb in ("freeze", "stop")]
+    started = time.monotonic()
+    outcomes = []
+    for number in numbers:
+        try:
+            outcomes.append(launcher.reply(number)["ok"])
+        except Refused as refused:
+            outcomes.append(refused.errno == errno.ESRCH)
+    assert outcomes == [True, True] and time.monotonic() - started < 5
 
 
 def test_the_upper_is_handed_out(launcher: Launcher) -> None:

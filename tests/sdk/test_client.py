@@ -185,6 +185,13 @@ async def test_a_full_edge_names_the_limit_and_who_holds_it(client: DSecClient, 
         edge.max_sandboxes = 1000
 
 
+async def test_pause_and_resume(sandbox: dsec.Sandbox, edge: FakeEdge) -> None:
+    await sandbox.pause()
+    assert edge.boxes[sandbox.id].paused
+    await sandbox.resume()
+    assert not edge.boxes[sandbox.id].paused
+
+
 async def test_ttl_logs_changes_capabilities_layers(client: DSecClient, sandbox: dsec.Sandbox, edge: FakeEdge) -> None:
     await sandbox.set_ttl(running_stop=5)
     assert edge.boxes[sandbox.id].ttl == {"running_stop": 5}

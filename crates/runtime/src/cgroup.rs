@@ -55,6 +55,7 @@ impl Limits {
 pub struct Usage {
     pub memory: i64,
     pub memory_peak: i64,
+    pub swap: i64,
     pub cpu_ns: i64,
     pub pids: i64,
     pub disk: i64,
@@ -77,7 +78,7 @@ pub struct Cgroups {
     /// `dsec-<name>` of the memory, cpu and pids hierarchies of v1.
     v1: Vec<OwnedFd>,
     parent: String,
-    /// v1 `tasks` files of the groups this process came from.
+    /// v1 `cgroup.procs` files of the groups this process came from.
     origin: Vec<OwnedFd>,
     spares: Vec<Spare>,
     spares_made: u64,
@@ -133,7 +134,7 @@ impl Cgroups {
         let own = std::fs::read_to_string("/proc/self/cgroup").map_err(Errno::from);
         let own = own.at(STAGE, || "read /proc/self/cgroup".into())?;
         for index in [0, 2] {
-            let tasks = format!("{}{}/tasks", mount_points[index], own_group(&own, CONTROLLERS[index]));
+            let tasks = format!("{}{}/cgroup.procs", mount_points[index], own_group(&own, CONTROLLERS[index]));
             self.origin.extend(sys::openat(libc::AT_FDCWD, &c(tasks), libc::O_WRONLY, 0));
             let parent = self.v1[index].as_raw_fd();
             ignore_existing(sys::mkdirat(parent, c"aethers", 0o755)).at(STAGE, || "create group aethers".into())?;
@@ -322,8 +323,14 @@ impl Cgroups {
             _ => -1,
         };
         let cpu = text(self.unified.as_ref(), "cpu.stat").and_then(Result::ok).map_or(-1, |t| field(&t, "usage_usec"));
+        let in_memory = value(memory, files[0], None);
+        let swap = match self.kind {
+            Kind::V2 => value(memory, "cmds/memory.swap.current", None),
+            _ => swapped(value(memory, "memory.memsw.usage_in_bytes", None), in_memory),
+        };
         Usage {
-            memory: value(memory, files[0], None),
+            memory: in_memory,
+            swap,
             memory_peak: value(memory, files[1], None),
             cpu_ns: if cpu < 0 { -1 } else { cpu * 1000 },
             pids: value(pids, files[3], None),
@@ -417,6 +424,28 @@ impl Cgroups {
         events.is_some_and(|text| field(&text, "frozen") == 1)
     }
 
+    /// The slot's processes and memory, for a thread to work on.
+    pub fn members(&self, slot: u32) -> Result<Members, Failure> {
+        let Some(unified) = &self.unified else {
+            return Err(Failure::new(STAGE, "pausing needs the cgroup v2 tree; mount it", libc::ENOSYS));
+        };
+        let (name, flags) = (group(slot), libc::O_RDONLY | libc::O_DIRECTORY);
+        let open = |parent: &OwnedFd, path: &str| sys::openat(parent.as_raw_fd(), &c(path), flags, 0);
+        let tree = open(unified, &name).at(STAGE, || format!("open group {name}"))?;
+        let memory = match self.v1.first() {
+            Some(memory) => open(memory, &name).ok(), // not there before the first command
+            None => open(unified, &format!("{name}/cmds")).ok(),
+        };
+        Ok(Members { tree, memory, kind: self.kind })
+    }
+
+    /// v2: what is not in memory yet may not go to swap again (what is there may stay until it is touched).
+    pub fn forbid_swap(&self, slot: u32) {
+        if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
+            let _ = set(unified, format!("{}/cmds/memory.swap.max", group(slot)), "0".into());
+        }
+    }
+
     /// Slots that have a group in any hierarchy.
     pub fn slots(&self) -> Vec<u32> {
         let mut slots: Vec<u32> = Vec::new();
@@ -427,6 +456,76 @@ impl Cgroups {
         slots.sort_unstable();
         slots.dedup();
         slots
+    }
+}
+
+/// One sandbox's processes and memory.
+pub struct Members {
+    tree: OwnedFd,
+    memory: Option<OwnedFd>,
+    kind: Kind,
+}
+
+impl Members {
+    /// Every process of the sandbox, PID 1 too.
+    pub fn processes(&self) -> Vec<i32> {
+        let mut found = Vec::new();
+        gather(&self.tree, ".", &mut found);
+        found
+    }
+
+    fn value(&self, file: &CStr) -> i64 {
+        let Some(memory) = &self.memory else { return 0 };
+        let text = sys::read_file(memory.as_raw_fd(), file);
+        text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
+    }
+
+    /// Bytes in memory, -1 where unknown.
+    pub fn memory(&self) -> i64 {
+        self.value(if self.kind == Kind::V2 { c"memory.current" } else { c"memory.usage_in_bytes" })
+    }
+
+    /// Bytes in swap, -1 where unknown.
+    pub fn swap(&self) -> i64 {
+        match self.kind {
+            Kind::V2 => self.value(c"memory.swap.current"),
+            _ => swapped(self.value(c"memory.memsw.usage_in_bytes"), self.memory()),
+        }
+    }
+
+    /// Gives back whatever the kernel can: files to where they are, the rest to swap, where there is any.
+    pub fn reclaim(&self) -> Result<(), Failure> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        let write = |file: &CStr, value: &[u8]| sys::write_file(memory.as_raw_fd(), file, value);
+        let written = match self.kind {
+            Kind::V2 => {
+                let _ = write(c"memory.swap.max", b"max");
+                write(c"memory.reclaim", self.memory().max(1).to_string().as_bytes())
+            }
+            _ => write(c"memory.force_empty", b"1"),
+        };
+        match written {
+            // less than asked for; a signal; a group that is just removed
+            Err(Errno(libc::EAGAIN | libc::EINTR | libc::ENODEV | libc::ENOENT)) => Ok(()),
+            other => other.at(STAGE, || "reclaim memory".into()),
+        }
+    }
+}
+
+/// memory+swap and memory are read one after the other, so their difference may be a little off.
+fn swapped(both: i64, memory: i64) -> i64 {
+    if both < 0 || memory < 0 {
+        -1
+    } else {
+        (both - memory).max(0)
+    }
+}
+
+fn gather(parent: &OwnedFd, name: &str, found: &mut Vec<i32>) {
+    let text = sys::read_whole(parent.as_raw_fd(), &c(format!("{name}/cgroup.procs"))).unwrap_or_default();
+    found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+    for child in children(parent, name).unwrap_or_default() {
+        gather(parent, &format!("{name}/{child}"), found);
     }
 }
 

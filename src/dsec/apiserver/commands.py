@@ -68,7 +68,8 @@ async def poll(x: Exchange) -> Response:
     """Output from `cursor` on and, when it has ended, the end of a command: `ExecReply`, waiting at most `wait_s`."""
     wait_s = x.number("wait_s", 0, high=int(MAX_WAIT_S)) or 0
     link, params, incarnation = await x.target()
-    attach = {**params, "exec_id": _exec_id(x), "cursor": x.number("cursor", 0)}
+    wake = x.query("wake") not in ("0", "false")
+    attach = {**params, "exec_id": _exec_id(x), "cursor": x.number("cursor", 0), "wake": wake}
     reply = await _gather(await link.open("exec.attach", attach), wait_s)
     return x.reply(reply, incarnation=incarnation)
 
@@ -107,7 +108,8 @@ async def follow(x: Exchange, socket: WebSocket) -> None:
     """WebSocket: binary messages of u8 channel, u64 LE offset, data; one text message at the end, `{"exit"}` or `{"error"}`."""
     cursor = x.number("cursor", 0) or 0
     link, params, incarnation = await x.target()
-    stream = await link.open("exec.attach", {**params, "exec_id": _exec_id(x), "cursor": cursor})
+    wake = x.query("wake") not in ("0", "false")
+    stream = await link.open("exec.attach", {**params, "exec_id": _exec_id(x), "cursor": cursor, "wake": wake})
     try:
         await socket.accept(headers=[(INCARNATION.encode(), str(incarnation).encode())])
     except BaseException:

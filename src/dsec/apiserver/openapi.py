@@ -117,6 +117,7 @@ def _stream_operation(by_type: dict[str, Json]) -> Json:
         "parameters": [
             *_path_params(STREAM_PATH),
             _query(Param("cursor", "integer", "bytes of both streams already received")),
+            _query(Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does")),
         ],
         "responses": {
             "101": {"description": "Switching to WebSocket"},

@@ -157,6 +157,19 @@ async def stop_many(x: Exchange) -> Response:
     return x.reply(Count(sum(one.count for one in counts)))
 
 
+async def pause(x: Exchange) -> Response:
+    """Answered when its processes stand still and its memory is given back."""
+    link, params, incarnation = await x.target()
+    await link.call("sandbox.pause", params)
+    return x.reply(Done(), incarnation=incarnation)
+
+
+async def resume(x: Exchange) -> Response:
+    link, params, incarnation = await x.target()
+    await link.call("sandbox.resume", params)
+    return x.reply(Done(), incarnation=incarnation)
+
+
 async def ttl(x: Exchange) -> Response:
     asked = await x.json(TtlRequest)
     link, params, incarnation = await x.target()

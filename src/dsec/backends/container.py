@@ -22,6 +22,8 @@ from .launcher import (
     LauncherFailed,
     LauncherStatus,
     LauncherUsage,
+    Reclaimed,
+    ReclaimReply,
     StopReply,
     SweepReply,
 )
@@ -207,6 +209,21 @@ class ContainerBackend:
 
     async def usage(self, sandbox: str) -> LauncherUsage:
         return (await self._live_launcher().call("usage", _Name(sandbox), StopReply)).usage
+
+    async def freeze(self, sandbox: str) -> None:
+        """Every process of it stands still when this returns."""
+        await self._live_launcher().call("freeze", _Name(sandbox))
+
+    async def thaw(self, sandbox: str) -> None:
+        await self._live_launcher().call("thaw", _Name(sandbox))
+
+    async def reclaim(self, sandbox: str) -> Reclaimed:
+        """Lets the memory of a frozen sandbox go; a thaw ends it early."""
+        return (await self._live_launcher().call("reclaim", _Name(sandbox), ReclaimReply)).reclaimed
+
+    async def prefetch(self, sandbox: str) -> Reclaimed:
+        """Asks for what was in memory at the last `reclaim`; does not wait until it is there."""
+        return (await self._live_launcher().call("prefetch", _Name(sandbox), ReclaimReply)).reclaimed
 
     async def upper(self, sandbox: str) -> int:
         """A descriptor of the upper directory; hostile content, to be handed to a helper and closed."""

@@ -26,6 +26,7 @@ class LauncherUsage(msgspec.Struct, frozen=True):
 
     memory: int = -1
     memory_peak: int = -1
+    swap: int = -1
     cpu_ns: int = 0
     pids: int = 0
     disk: int = -1
@@ -41,6 +42,19 @@ class CreateReply(msgspec.Struct, frozen=True):
 
 class StopReply(msgspec.Struct, frozen=True):
     usage: LauncherUsage = LauncherUsage()
+
+
+class Reclaimed(msgspec.Struct, frozen=True):
+    """Bytes of a sandbox in memory before and after, in swap now, and asked to be brought in; -1 where unknown."""
+
+    before: int = 0
+    after: int = 0
+    swap: int = 0
+    prefetched: int = 0
+
+
+class ReclaimReply(msgspec.Struct, frozen=True):
+    reclaimed: Reclaimed = Reclaimed()
 
 
 class UppersStatus(msgspec.Struct, frozen=True):

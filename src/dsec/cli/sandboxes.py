@@ -1,4 +1,4 @@
-"""`dsec ps`, `dsec logs`, `dsec stop`: what is there, what happened to it, and its end."""
+"""`dsec ps`, `dsec logs`, `dsec pause`, `dsec resume`, `dsec stop`: what is there, what happened to it, its sleep and end."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ _MEASURED_MOST = 100
 def register(app: typer.Typer) -> None:
     app.command()(ps)
     app.command()(logs)
+    app.command()(pause)
+    app.command()(resume)
     app.command()(stop)
 
 
@@ -121,6 +123,60 @@ def logs(
                 print(f"{stamp}.{int(line.t % 1 * 1000):03d}  {printable(line)}")
 
     with_client(work)
+
+
+def pause(
+    sandbox: Annotated[list[str], typer.Argument(metavar="SANDBOX...", show_default=False)],
+    json: options.Json = False,
+) -> None:
+    """Freeze sandboxes and give their memory back.
+
+    The next command or file resumes a paused one by itself; its times to live go on.
+
+    \b
+    dsec pause sb-e1-7k3m9p2q4r5s
+    """
+    _each(sandbox, "paused", json)
+
+
+def resume(
+    sandbox: Annotated[list[str], typer.Argument(metavar="SANDBOX...", show_default=False)],
+    json: options.Json = False,
+) -> None:
+    """Let paused sandboxes run on.
+
+    \b
+    dsec resume sb-e1-7k3m9p2q4r5s
+    """
+    _each(sandbox, "resumed", json)
+
+
+def _each(names: list[str], done: str, json: bool) -> None:
+    """Pauses or resumes them all; one that fails does not keep the others from it."""
+    from dsec import DSecError
+    from dsec.cli.connect import with_client
+
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(client: DSecClient, name: str) -> str:
+        try:
+            async with at_once:
+                sandbox = await client.attach(name)
+                await (sandbox.pause() if done == "paused" else sandbox.resume())
+        except DSecError as error:
+            return f"{name}: {error.message}"
+        return ""
+
+    async def work(client: DSecClient) -> list[str]:
+        return [answer for answer in await asyncio.gather(*(one(client, name) for name in names)) if answer]
+
+    failed = with_client(work)
+    if json:
+        print_json({done: len(names) - len(failed), "failed": failed})
+    elif not failed:
+        print(f"{done} {len(names)}")
+    if failed:
+        raise CliFailure("; ".join(failed), hint="dsec ps lists what there is")
 
 
 def stop(

@@ -24,6 +24,7 @@ from dsec.protocol.specs import Created, DSecContainerRunArgs, Reason, State
 from .admission import Admission
 from .checks import check_args
 from .journal import Journal, Record
+from .pause import Pauses
 from .sandbox import Sandbox
 
 KEEP_ENDED = 10_000
@@ -48,6 +49,7 @@ class Lifecycle:
         self.backend = backend
         self._journal = journal
         self.admission = admission
+        self.pauses = Pauses(backend, self._record_state)
         self._live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
         self._by_key: dict[str, Sandbox] = {}
@@ -71,7 +73,7 @@ class Lifecycle:
         return found
 
     def running(self, id: str, incarnation: int | None = None) -> Sandbox:
-        """The sandbox, able to work; else `sandbox_unavailable` with its reason."""
+        """The sandbox, running or paused; else `sandbox_unavailable` with its reason."""
         sandbox = self.get(id)
         if isinstance(sandbox, Record):
             raise ended_record(sandbox)
@@ -83,13 +85,34 @@ class Lifecycle:
                 reason="replaced",
                 sandbox_id=id,
             )
-        if sandbox.state is not State.RUNNING:
+        if not sandbox.lives:
             raise sandbox.unavailable()
         return sandbox
 
     async def ready(self, id: str, incarnation: int | None = None) -> Sandbox:
-        """The sandbox for a request that needs its processes to run."""
-        return self.running(id, incarnation)
+        """The sandbox for a request that needs its processes to run: a paused one is resumed first."""
+        while (sandbox := self.running(id, incarnation)).state is State.PAUSED:
+            await self.pauses.resume(sandbox)
+        return sandbox
+
+    async def awake(self, id: str, incarnation: int | None = None) -> Sandbox:
+        """The same for one who only waits for something: until somebody else resumes it."""
+        while (sandbox := self.running(id, incarnation)).state is State.PAUSED:
+            await sandbox.sleep.awake.wait()
+        return sandbox
+
+    async def pause(self, id: str, incarnation: int | None = None) -> None:
+        """Idempotent; one that is still being made is paused when it runs."""
+        sandbox = self.get(id)
+        if isinstance(sandbox, Sandbox) and sandbox.state is State.CREATING:
+            await sandbox.settled.wait()
+        await self.pauses.pause(self.running(id, incarnation))
+
+    async def resume(self, id: str, incarnation: int | None = None) -> None:
+        await self.pauses.resume(self.running(id, incarnation))
+
+    async def _record_state(self, sandbox: Sandbox) -> None:
+        await self._journal.commit()
 
     def all(self) -> Iterator[Sandbox | Record]:
         yield from list(self._live.values())
@@ -148,7 +171,7 @@ class Lifecycle:
             async with asyncio.timeout(timeout):
                 while (twin := self._by_key.get(key)) is not None:
                     await twin.settled.wait()
-                    if twin.state is State.RUNNING:
+                    if twin.lives:
                         return twin
                     if twin.stop_reason is not None:
                         raise twin.unavailable()
@@ -205,20 +228,20 @@ class Lifecycle:
             return
         if sandbox.stop_reason is None and not sandbox.ended.is_set():
             sandbox.stop_reason = reason
-            if sandbox.state is State.RUNNING:
+            if sandbox.lives:
                 self._schedule_removal(sandbox, reason, "")
         if wait:
             await sandbox.ended.wait()
 
     def end(self, sandbox: Sandbox, reason: Reason, detail: str) -> None:
         """The edge itself ends a running sandbox, by name."""
-        if sandbox.stop_reason is None and sandbox.state is State.RUNNING:
+        if sandbox.stop_reason is None and sandbox.lives:
             sandbox.stop_reason = reason
             self._schedule_removal(sandbox, reason, detail)
 
     def _died(self, sandbox: Sandbox) -> None:
         self._close_pidfd(sandbox)
-        if sandbox.state in (State.RUNNING, State.CREATING):
+        if sandbox.lives or sandbox.state is State.CREATING:
             self._schedule_removal(sandbox, Reason.AGENT_LOST, "PID 1 of the sandbox ended by itself")
 
     def _close_pidfd(self, sandbox: Sandbox) -> None:
@@ -231,6 +254,7 @@ class Lifecycle:
         if sandbox.state is State.STOPPING or sandbox.ended.is_set():
             return
         sandbox.state = State.STOPPING
+        sandbox.sleep.awake.set()
         task = asyncio.get_running_loop().create_task(self._remove(sandbox, reason, detail))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
@@ -297,7 +321,7 @@ class Lifecycle:
             await asyncio.sleep(TTL_TICK_S)
             now = time.monotonic()
             for sandbox in self.live():
-                if sandbox.state is State.RUNNING and (reason := sandbox.expired(now)) is not None:
+                if sandbox.lives and (reason := sandbox.expired(now)) is not None:
                     sandbox.stop_reason = reason
                     limit = sandbox.idle_limit if reason is Reason.TTL_IDLE else sandbox.total_limit
                     self._schedule_removal(sandbox, reason, f"after {limit:g} s")
@@ -322,7 +346,7 @@ class Lifecycle:
         A creation that was with it has failed already; one that still waits goes on with the next launcher.
         """
         for sandbox in self.live():
-            if sandbox.state is State.RUNNING:
+            if sandbox.lives:
                 sandbox.stop_reason = sandbox.stop_reason or Reason.EDGE_RESTART
                 self._schedule_removal(sandbox, Reason.EDGE_RESTART, f"the launcher was lost: {why}")
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from dsec.backends.launcher import LauncherFailed
-from dsec.protocol.specs import Reason, State
+from dsec.protocol.specs import Reason
 
 from .lifecycle import Lifecycle
 from .sandbox import Sandbox
@@ -35,7 +35,7 @@ class DiskWatch:
             await asyncio.sleep(TICK_S)
             used = self._used()
             if used - self._seen >= GROWTH:
-                await self._check([s for s in self._lifecycle.live() if s.state is State.RUNNING])
+                await self._check([s for s in self._lifecycle.live() if s.lives])
                 self._seen = used
             self._seen = min(self._seen, used)  # what was removed makes room for new growth
 

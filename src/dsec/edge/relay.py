@@ -15,7 +15,7 @@ import msgspec
 from dsec.backends.launcher import LauncherFailed
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call, Data, LinkStream, Note, decode
-from dsec.protocol.specs import ExecDone, ExecSpec, State
+from dsec.protocol.specs import ExecDone, ExecSpec
 from dsec.protocol.steps import step
 
 from .lifecycle import Lifecycle
@@ -40,8 +40,11 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
 
 
 class _Attach(Target, frozen=True):
+    """wake: False for one who goes on waiting, and so does not resume a paused sandbox."""
+
     exec_id: str = ""
     cursor: int = 0
+    wake: bool = True
 
 
 class _Signal(Target, frozen=True):
@@ -72,7 +75,7 @@ class Relay:
         sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
         detached = params.detached and not params.follow
-        with ExitStack() if detached else sandbox.activity():
+        with sandbox.sleep.short() if detached else sandbox.activity():
             place = await self._starts.take()
             try:
                 with step("exec.run", sandbox.id):
@@ -88,7 +91,8 @@ class Relay:
 
     async def attach(self, call: Call) -> object:
         params = call.params(_Attach)
-        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
+        reach = self._lifecycle.ready if params.wake else self._lifecycle.awake
+        sandbox = await reach(params.sandbox, params.incarnation)
         fields = {"exec_id": params.exec_id, "cursor": params.cursor}
         with sandbox.activity():
             reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
@@ -102,7 +106,7 @@ class Relay:
         if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
             sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
         durable = step("write.file", sandbox.id) if call.method in _UPLOADS else ExitStack()
-        with durable, sandbox.activity() if call.method.startswith("fs.") else ExitStack():
+        with sandbox.sleep.short(), durable, sandbox.activity() if call.method.startswith("fs.") else ExitStack():
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
                                         resend=call.method in _RESENDABLE)  # fmt: skip
         return msgspec.Raw(reply)
@@ -154,7 +158,7 @@ class Relay:
         try:
             usage = await self._lifecycle.backend.usage(sandbox.id)
         except LauncherFailed:
-            if sandbox.state is not State.RUNNING:
+            if not sandbox.lives:
                 raise sandbox.unavailable() from None
             return None, ""
         if (known := sandbox.why_ended(exec_id)) is not None:  # somebody else asked meanwhile

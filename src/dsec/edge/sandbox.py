@@ -14,6 +14,8 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import LinkClient
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 
+from .pause import Sleep
+
 _LOG_LINES = 200
 _REASONS = 256
 _ENDED = (State.STOPPED, State.FAILED)
@@ -45,6 +47,7 @@ class Sandbox:
         self._why_ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
+        self.sleep = Sleep()
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()  # no longer creating
         self.stop_reason: Reason | None = None  # asked to stop while creating, or stopping
@@ -69,6 +72,24 @@ class Sandbox:
         if len(self._why_ended) > _REASONS:
             self._why_ended.popitem(last=False)
 
+    @property
+    def lives(self) -> bool:
+        """It can work: now, or as soon as it is resumed."""
+        return self.state in (State.RUNNING, State.PAUSED)
+
+    def fall_asleep(self) -> None:
+        """Who waits for a paused one does not keep it from idling: nothing happens there."""
+        self.state = State.PAUSED
+        self.sleep.since = time.monotonic()
+        self.sleep.awake.clear()
+        if self._active:
+            self._idle_since = self.sleep.since
+
+    def wake_up(self) -> None:
+        self.state = State.RUNNING
+        self._idle_since = time.monotonic()
+        self.sleep.awake.set()
+
     @contextmanager
     def activity(self) -> Iterator[None]:
         """A foreground request: the idle clock stands still while it lasts and starts anew when it ends."""
@@ -83,7 +104,8 @@ class Sandbox:
         """Which TTL has run out at `now` (monotonic seconds)."""
         if self.total_limit is not None and now - self._born >= self.total_limit:
             return Reason.TTL_TOTAL
-        if self.idle_limit is not None and not self._active and now - self._idle_since >= self.idle_limit:
+        active = self._active and self.state is not State.PAUSED
+        if self.idle_limit is not None and not active and now - self._idle_since >= self.idle_limit:
             return Reason.TTL_IDLE
         return None
 

@@ -104,6 +104,8 @@ class Service:
             "sandbox.stop": self.stop,
             "sandbox.stop_many": self.stop_many,
             "sandbox.stop_burst": self.stop_burst,
+            "sandbox.pause": self.pause,
+            "sandbox.resume": self.resume,
             "sandbox.ttl": self.ttl,
             "sandbox.logs": self.logs,
             "sandbox.changes": self.changes,
@@ -146,7 +148,7 @@ class Service:
     async def info(self, call: Call) -> object:
         found = self._lifecycle.get(call.params(Target).sandbox)
         usage = Usage()
-        if isinstance(found, Sandbox) and found.state is State.RUNNING:
+        if isinstance(found, Sandbox) and found.lives:
             with contextlib.suppress(LauncherFailed):  # it ends just now; the state says so
                 usage = _usage(await self._lifecycle.backend.usage(found.id))
         return self._info(found, usage)
@@ -192,6 +194,16 @@ class Service:
         ]
         await asyncio.gather(*(self._lifecycle.stop(id, Reason.USER) for id in chosen))
         return {"count": len(chosen)}
+
+    async def pause(self, call: Call) -> object:
+        params = call.params(Target)
+        await self._lifecycle.pause(params.sandbox, params.incarnation)
+        return {}
+
+    async def resume(self, call: Call) -> object:
+        params = call.params(Target)
+        await self._lifecycle.resume(params.sandbox, params.incarnation)
+        return {}
 
     async def ttl(self, call: Call) -> object:
         params = call.params(_Ttl)
@@ -304,6 +316,7 @@ def _usage(raw: LauncherUsage) -> Usage:
     return Usage(
         memory_bytes=raw.memory,
         memory_peak_bytes=raw.memory_peak,
+        swap_bytes=raw.swap,
         cpu_s=raw.cpu_ns / 1e9,
         pids=raw.pids,
         disk_bytes=raw.disk,

@@ -76,7 +76,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a sandbox uses now. Bytes, seconds of CPU time, counts; disk_bytes and peaks are -1 where the kernel cannot tell."""
+    """What a sandbox uses now. Bytes, seconds of CPU time, counts; swap_bytes, disk_bytes and peaks are -1 where the kernel
+    cannot tell."""
 
     memory_bytes: int = 0
     memory_peak_bytes: int = -1
@@ -85,6 +86,7 @@ class Usage(msgspec.Struct, frozen=True):
     disk_bytes: int = -1
     oom_kills: int = 0
     pids_hits: int = 0
+    swap_bytes: int = -1
 
 
 class Network(msgspec.Struct, frozen=True):

@@ -77,12 +77,18 @@ async def run(transport: Transport, target: Target, body: ExecBody) -> ExecResul
     return await rest(transport, target, body.exec_id, [reply.stdout], [reply.stderr])
 
 
-async def rest(transport: Transport, target: Target, exec_id: str, out: list[bytes], err: list[bytes]) -> ExecResult:
-    """Attaches behind what is there already. Attaching never starts anything, so this is safe however often it is repeated."""
+async def rest(
+    transport: Transport, target: Target, exec_id: str, out: list[bytes], err: list[bytes], *, wake: bool = False
+) -> ExecResult:
+    """Attaches behind what is there already. Attaching never starts anything, so this is safe however often it is repeated.
+
+    wake: the first request resumes a paused sandbox. Going on to wait does not: who paused it meant us, too.
+    """
     path = f"/v1/sandboxes/{target.sandbox_id}/processes/{exec_id}"
     cursor = sum(map(len, out)) + sum(map(len, err))
     while True:
-        query = {"cursor": str(cursor), "wait_s": str(WAIT_S)}
+        query = {"cursor": str(cursor), "wait_s": str(WAIT_S), "wake": "1" if wake else "0"}
+        wake = False
         reply = await transport.call("GET", path, ExecReply, query=query, target=target, wait=WAIT_S)
         out.append(reply.stdout)
         err.append(reply.stderr)

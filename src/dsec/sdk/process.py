@@ -48,9 +48,12 @@ class Process:
         A lost connection is made anew behind the last byte; ConnectionLost after `request_timeout` without contact.
         """
         deadline = time.monotonic() + self._transport.request_timeout
+        wake = True
         while True:
             try:
-                async for event in self._attached(cursor):
+                query = {"cursor": str(cursor), "wake": "1" if wake else "0"}
+                wake = False  # going on to wait resumes no paused sandbox
+                async for event in self._attached(query):
                     deadline = time.monotonic() + self._transport.request_timeout
                     yield event
                     if isinstance(event, Exit):
@@ -63,10 +66,10 @@ class Process:
                     raise
                 await asyncio.sleep(_RETRY_S)
 
-    async def _attached(self, cursor: int) -> AsyncIterator[Event]:
+    async def _attached(self, query: dict[str, str]) -> AsyncIterator[Event]:
         """Events over one connection, until it ends."""
         try:
-            async with self._transport.socket(f"{self._path}/stream", {"cursor": str(cursor)}, self._target) as socket:
+            async with self._transport.socket(f"{self._path}/stream", query, self._target) as socket:
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         channel, offset = _HEAD.unpack_from(message.data)
@@ -77,7 +80,7 @@ class Process:
                         raise cut(message.data, self._target)
         except aiohttp.WSServerHandshakeError as refused:
             # The refusal's text does not reach us this way: the plain request answers with the same error.
-            await self._transport.request("GET", self._path, query={"wait_s": "1"}, target=self._target)
+            await self._transport.request("GET", self._path, query={"wait_s": "1", "wake": "0"}, target=self._target)
             raise ConnectionLost(f"the stream was refused: HTTP {refused.status}", retryable=True) from refused
 
     def _last(self, text: str) -> Exit:
@@ -111,5 +114,5 @@ class Process:
 
     async def wait(self, *, check: bool = False) -> ExecResult:
         """Its end with all output kept of it. May be called again, and from another program."""
-        result = await rest(self._transport, self._target, self.exec_id, [], [])
+        result = await rest(self._transport, self._target, self.exec_id, [], [], wake=True)
         return result.check() if check else result

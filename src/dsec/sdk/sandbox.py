@@ -198,6 +198,17 @@ class Sandbox:
         body = encode({name: value for name, value in asked.items() if value is not UNSET})
         await self._transport.request("POST", f"{self._path}/ttl", body=body, target=self._target)
 
+    async def pause(self) -> None:
+        """Freezes every process and gives the memory back; idempotent. Commands that run stand still, and who waits for them
+        goes on waiting. Their time-outs stand still too; the sandbox's times to live do not. Any request that needs the
+        processes resumes first.
+        """
+        await self._transport.request("POST", f"{self._path}/pause", target=self._target)
+
+    async def resume(self) -> None:
+        """Lets a paused sandbox run on; idempotent. Nobody needs to ask: the next command or file does it."""
+        await self._transport.request("POST", f"{self._path}/resume", target=self._target)
+
     async def stop(self) -> None:
         """Ends it; idempotent. Returns when processes, memory and disk of it are gone."""
         await self._transport.request("DELETE", self._path, target=self._target)

@@ -459,6 +459,14 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
                 Pack::default().map(3).str("sandbox").str(&birth.sandbox).str("incarnation").uint(birth.incarnation);
             Ok(Outcome::Reply(pack.str("version").str(env!("CARGO_PKG_VERSION")).0))
         }
+        "clock.stop" => {
+            os::stop_clock();
+            nothing()
+        }
+        "clock.start" => {
+            os::start_clock();
+            nothing()
+        }
         "exec" => {
             let (command, feeds) = match chronus.find(number()?) {
                 Ok(command) => (command, false),

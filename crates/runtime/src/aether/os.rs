@@ -1,6 +1,7 @@
 //! System calls as aether needs them: owned descriptors, errno as a value, no libc function that could load anything.
 
 use std::ffi::{CStr, CString};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 pub type Errno = i32;
 pub type Result<T> = std::result::Result<T, Errno>;
@@ -140,19 +141,35 @@ pub fn cstring(bytes: &[u8]) -> Result<CString> {
     CString::new(bytes).map_err(|_| libc::EINVAL)
 }
 
-fn clock(which: i32) -> f64 {
-    let mut time: libc::timespec = unsafe { std::mem::zeroed() };
-    unsafe { libc::clock_gettime(which, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+/// Microseconds for which the clock stood still, and since when it does (0: it goes).
+static STOOD: AtomicU64 = AtomicU64::new(0);
+static STOPPED_AT: AtomicU64 = AtomicU64::new(0);
+
+/// Seconds on a clock that nobody sets, and that stands still while the sandbox is paused.
+pub fn now() -> f64 {
+    let micros = match STOPPED_AT.load(Relaxed) {
+        0 => crate::sys::now_us(),
+        at => at,
+    };
+    (micros - STOOD.load(Relaxed)) as f64 / 1e6
 }
 
-/// Seconds on a clock that nobody sets.
-pub fn now() -> f64 {
-    clock(libc::CLOCK_MONOTONIC)
+/// Until `start_clock`: a sandbox that is frozen does not know when. Both may be said twice.
+pub fn stop_clock() {
+    let _ = STOPPED_AT.compare_exchange(0, crate::sys::now_us(), Relaxed, Relaxed);
+}
+
+pub fn start_clock() {
+    let at = STOPPED_AT.swap(0, Relaxed);
+    if at > 0 {
+        STOOD.fetch_add(crate::sys::now_us() - at, Relaxed);
+    }
 }
 
 pub fn unix_time() -> f64 {
-    clock(libc::CLOCK_REALTIME)
+    let mut time: libc::timespec = unsafe { std::mem::zeroed() };
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 pub struct Epoll(Fd);

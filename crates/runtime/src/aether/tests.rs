@@ -586,6 +586,28 @@ fn deadlines_kill_the_whole_tree() {
 }
 
 #[test]
+fn a_stopped_clock_ends_nothing() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let nothing = || Pack::default().map(0);
+    let line = b"echo begun; until [ -e go ]; do sleep 0.02; done; echo end";
+    let exec = Exec::new("ex-slow").with("line", bytes(line)).with("timeout", Pack::default().float(1.0));
+    let stream = client.open("exec", exec.0.into());
+    assert_eq!(client.frame(), Some((Kind::Data, stream, b"\x01begun\n".to_vec())));
+    client.call("clock.stop", nothing());
+    client.call("clock.stop", nothing());
+    std::thread::sleep(Duration::from_millis(1500)); // the pause: longer than the command may take
+    let mut client = inside.connect(2);
+    std::fs::write(inside.path("go"), "").expect("go");
+    client.call("clock.start", nothing());
+    client.call("clock.start", nothing());
+    let result = client.call("exec.attach", Fields::default().with("exec_id", text("ex-slow")).into());
+    assert_eq!((result.code(), result.text("timed_out"), &result.streams[1][..]), (0, None, &b"begun\nend\n"[..]));
+    let late = Exec::line(b"sleep 100").with("timeout", Pack::default().float(0.2));
+    assert_eq!(client.exec(late).text("timed_out"), Some("deadline"), "it goes again");
+}
+
+#[test]
 fn background_children_hold_nothing_up_and_see_no_sigpipe() {
     let inside = Inside::start();
     let mut client = inside.connect(1);

@@ -4,6 +4,7 @@
 //! end of a PID 1. Slots are made ahead when there is nothing else to do.
 
 mod ids;
+mod memory;
 mod poller;
 mod pool;
 mod root;
@@ -125,6 +126,7 @@ struct Launcher {
     deadlines: VecDeque<(u64, u32)>,
     retries: VecDeque<(u64, u32)>,
     freezes: Vec<verbs::Freeze>,
+    memory: memory::Memory,
     sweeps: Vec<sweep::Sweep>,
 }
 
@@ -201,10 +203,12 @@ impl Launcher {
             deadlines: VecDeque::new(),
             retries: VecDeque::new(),
             freezes: Vec::new(),
+            memory: memory::Memory::new()?,
             sweeps: Vec::new(),
         };
         launcher.poller.add(launcher.control.fd(), Token::Edge).at("start", || "watch the edge".into())?;
         launcher.poller.add(launcher.tools.zygote.fd(), Token::Zygote).at("start", || "watch the zygote".into())?;
+        launcher.poller.add(launcher.memory.fd(), Token::Memory).at("start", || "watch the threads".into())?;
         launcher.adopt();
         Ok(launcher)
     }
@@ -248,6 +252,7 @@ impl Launcher {
                             return self.leave();
                         }
                     }
+                    Token::Memory => self.memory_moved(),
                     Token::Answer(slot) => self.pid1_answered(slot),
                     Token::End(slot) => self.pid1_ended(slot),
                 }

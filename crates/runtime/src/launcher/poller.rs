@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 pub enum Token {
     Edge,
     Zygote,
+    /// A thread that moves memory is done.
+    Memory,
     /// PID 1 of the slot said something.
     Answer(u32),
     /// PID 1 of the slot has ended.
@@ -18,6 +20,7 @@ impl Token {
         match self {
             Token::Edge => u64::MAX,
             Token::Zygote => u64::MAX - 1,
+            Token::Memory => u64::MAX - 2,
             Token::Answer(slot) => u64::from(slot) << 1,
             Token::End(slot) => u64::from(slot) << 1 | 1,
         }
@@ -27,6 +30,7 @@ impl Token {
         match value {
             u64::MAX => Token::Edge,
             v if v == u64::MAX - 1 => Token::Zygote,
+            v if v == u64::MAX - 2 => Token::Memory,
             v if v & 1 == 0 => Token::Answer((v >> 1) as u32),
             v => Token::End((v >> 1) as u32),
         }

@@ -10,7 +10,7 @@ use super::{Launcher, Phase, Tenant};
 use crate::sys::{self, c, now_us, process, Failure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 
 /// A sweep that waits for the end of sandboxes of this launcher.
 pub struct Sweep {
@@ -32,7 +32,7 @@ impl Launcher {
         for link in self.socket_names().iter().filter(|name| name.ends_with(SUFFIX)) {
             let Some(target) = self.read_link(link) else { continue };
             let Some((number, pid, start)) = parse_socket_name(&target) else { continue };
-            let Some(pidfd) = open_process(pid, start) else { continue };
+            let Some(pidfd) = process::open_started(pid, start) else { continue };
             let Ok(upper) = self.tools.uppers.find(number) else { continue };
             if self.poller.add(pidfd.as_raw_fd(), Token::End(number)).is_err() {
                 continue;
@@ -106,7 +106,7 @@ impl Launcher {
             if self.is_ours(number) {
                 continue;
             }
-            if let Some(pidfd) = open_process(pid, start) {
+            if let Some(pidfd) = process::open_started(pid, start) {
                 let _ = process::send_signal(&pidfd, libc::SIGKILL);
                 process::wait_readable(&pidfd, PATIENCE_US);
                 sweep.count("processes", 1);
@@ -154,11 +154,4 @@ impl Sweep {
     fn count(&mut self, kind: &'static str, number: u64) {
         *self.removed.entry(kind).or_default() += number;
     }
-}
-
-/// A pidfd of the process, if it still is the one that started then.
-fn open_process(pid: i32, start: u64) -> Option<OwnedFd> {
-    let pidfd = process::pidfd_open(pid).ok()?;
-    // Read after the pidfd is there: if it is the right one now, the pidfd is of the right one.
-    (process::start_time(pid).ok()? == start).then_some(pidfd)
 }

@@ -40,6 +40,7 @@ impl Launcher {
         let reaped = matches!(tenant.phase, Phase::Ended);
         // With the init of a pid namespace the kernel kills every process in it before that init can be reaped.
         let _ = process::send_signal(&tenant.slot.pidfd, libc::SIGKILL);
+        self.memory.cancel(number);
         let waiting = request.into_iter().collect();
         tenant.phase = Phase::Dying(Dying { reaped, waiting, ..Dying::default() });
         if reaped {
@@ -52,7 +53,7 @@ impl Launcher {
         let Some(Tenant { slot, phase: Phase::Dying(dying), sandbox, .. }) = self.tenants.get_mut(&number) else {
             return;
         };
-        if !dying.reaped {
+        if !dying.reaped || self.memory.is_busy(number) {
             return;
         }
         if !dying.waiting.is_empty() && dying.usage.is_none() {
@@ -92,6 +93,7 @@ impl Launcher {
     fn gone(&mut self, number: u32) {
         let Some(tenant) = self.tenants.remove(&number) else { return };
         self.ids.give_back(number);
+        self.memory.forget(number);
         if let Some((name, _)) = &tenant.sandbox {
             self.names.remove(name);
         }
@@ -120,6 +122,7 @@ impl Launcher {
     pub fn leave(&mut self) {
         let deadline = now_us() + if self.ephemeral { 60_000_000 } else { 5_000_000 };
         let ephemeral = self.ephemeral;
+        self.memory.cancel_all();
         loop {
             let ends = |t: &Tenant| ephemeral || !matches!(t.phase, Phase::Live | Phase::Ended);
             let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| ends(t)).map(|(n, _)| *n).collect();
@@ -130,6 +133,7 @@ impl Launcher {
             for token in self.poller.wait(Some(2000)) {
                 match token {
                     Token::End(number) => self.pid1_ended(number),
+                    Token::Memory => self.memory_moved(),
                     Token::Zygote if !self.zygote_answered() => self.begun.clear(),
                     _ => {}
                 }

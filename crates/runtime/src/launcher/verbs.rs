@@ -17,6 +17,9 @@ pub struct Freeze {
     deadline: u64,
 }
 
+/// What a verb is answered with; nothing yet when it is answered by an event.
+pub type Answer = Result<Option<Reply>, Failure>;
+
 const FREEZE_DEADLINE_US: u64 = 10_000_000;
 
 /// Names become file names and parts of messages.
@@ -40,6 +43,7 @@ impl Launcher {
             Some(Verb::Upper) => self.upper(&request),
             Some(Verb::Freeze) => self.freeze(&request, true),
             Some(Verb::Thaw) => self.freeze(&request, false),
+            Some(Verb::Reclaim | Verb::Prefetch) => self.move_memory(&request),
             Some(Verb::Kill) => self
                 .find(&request.sandbox)
                 .and_then(|slot| self.tools.cgroups.kill_commands(slot))
@@ -55,7 +59,7 @@ impl Launcher {
         }
     }
 
-    fn find(&self, sandbox: &str) -> Result<u32, Failure> {
+    pub fn find(&self, sandbox: &str) -> Result<u32, Failure> {
         let found = self.names.get(sandbox).copied();
         found.ok_or_else(|| Failure::new("unknown", format!("no sandbox {sandbox:?} here"), libc::ENOENT))
     }
@@ -195,6 +199,10 @@ impl Launcher {
 
     fn freeze(&mut self, request: &Request, frozen: bool) -> Result<Option<Reply>, Failure> {
         let slot = self.find(&request.sandbox)?;
+        if !frozen {
+            self.memory.cancel(slot);
+            self.tools.cgroups.forbid_swap(slot);
+        }
         self.tools.cgroups.freeze(slot, frozen)?;
         self.freezes.push(Freeze { request: request.id, slot, frozen, deadline: now_us() + FREEZE_DEADLINE_US });
         self.check_freezes(now_us());
@@ -203,10 +211,15 @@ impl Launcher {
 
     /// Answers the freezes and thaws that have taken hold, or never will.
     pub fn check_freezes(&mut self, now: u64) {
-        let (cgroups, control) = (&self.tools.cgroups, &mut self.control);
+        let (cgroups, control, tenants) = (&self.tools.cgroups, &mut self.control, &self.tenants);
         self.freezes.retain(|freeze| {
             if cgroups.frozen(freeze.slot) == freeze.frozen {
                 control.send(&Reply::ok(freeze.request), None);
+                return false;
+            }
+            if !tenants.get(&freeze.slot).is_some_and(|tenant| matches!(tenant.phase, Phase::Live)) {
+                let failure = Failure::new("freeze", "the sandbox has ended", libc::ESRCH);
+                control.send(&Reply::failed(freeze.request, &failure), None);
                 return false;
             }
             if freeze.deadline <= now {

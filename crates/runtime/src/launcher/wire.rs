@@ -19,6 +19,8 @@ pub enum Verb {
     Upper,
     Freeze,
     Thaw,
+    Reclaim,
+    Prefetch,
     Kill,
     Sweep,
     Status,
@@ -97,6 +99,8 @@ pub struct Reply {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub reclaimed: Option<Reclaimed>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub removed: Option<BTreeMap<&'static str, u64>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
@@ -112,6 +116,15 @@ pub struct Reply {
     pub cgroup: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub features: Option<BTreeMap<&'static str, String>>,
+}
+
+/// Bytes that a sandbox had in memory before and after, what of it is in swap now, what was asked to be brought in.
+#[derive(Serialize, Default, Debug)]
+pub struct Reclaimed {
+    pub before: i64,
+    pub after: i64,
+    pub swap: i64,
+    pub prefetched: i64,
 }
 
 #[derive(Serialize, Debug)]

@@ -5,6 +5,7 @@
 pub mod btrfs;
 pub mod loopdev;
 pub mod mount;
+pub mod pages;
 pub mod process;
 pub mod socket;
 
@@ -156,6 +157,18 @@ pub fn read_file(dir: RawFd, path: &CStr) -> Result<String> {
     let mut buffer = [0u8; 4096];
     let n = read(fd.as_raw_fd(), &mut buffer)?;
     Ok(String::from_utf8_lossy(&buffer[..n]).into_owned())
+}
+
+/// Reads a file of cgroupfs or procfs to its end.
+pub fn read_whole(dir: RawFd, path: &CStr) -> Result<String> {
+    let fd = openat(dir, path, libc::O_RDONLY, 0)?;
+    let (mut text, mut buffer) = (Vec::new(), [0u8; 4096]);
+    loop {
+        match read(fd.as_raw_fd(), &mut buffer)? {
+            0 => return Ok(String::from_utf8_lossy(&text).into_owned()),
+            n => text.extend_from_slice(&buffer[..n]),
+        }
+    }
 }
 
 /// Names in a directory, without `.` and `..`, and their kinds; `fd` must be open for reading and is read from its start.

@@ -56,6 +56,13 @@ pub fn start_time(pid: i32) -> Result<u64> {
     Ok(after_name.split_whitespace().nth(19).and_then(|field| field.parse().ok()).unwrap_or(0))
 }
 
+/// A pidfd of the process, if it still is the one that started then.
+pub fn open_started(pid: i32, start: u64) -> Option<OwnedFd> {
+    let pidfd = pidfd_open(pid).ok()?;
+    // Read after the pidfd is there: if it is the right one now, the pidfd is of the right one.
+    (start_time(pid).ok()? == start).then_some(pidfd)
+}
+
 /// Asks the scheduler for time slices of this length in nanoseconds (0: the default) for this thread and its future
 /// children. Shorter slices, earlier turns: on a busy machine a newborn otherwise waits milliseconds for its first one.
 pub fn time_slice(nanoseconds: u64) -> Result<()> {

@@ -1,0 +1,229 @@
+//! Memory of paused sandboxes: given back at a pause (`reclaim`), brought in again at the resume (`prefetch`).
+//!
+//! Both take as long as the swap device does, so they are done by a few threads of their own: the launcher goes on. A job
+//! ends early when its sandbox is thawed or removed; a slot's groups are not removed while one is at work on them, since
+//! the kernel would hold the launcher until it is through.
+
+use super::verbs::Answer;
+use super::wire::{Reclaimed, Reply, Request, Verb};
+use super::{log, Launcher, Phase};
+use crate::cgroup::Members;
+use crate::sys::pages::{self, Advice, Range};
+use crate::sys::{self, process, At, Failure};
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::sync::Arc;
+
+/// Jobs at work at once: they wait for the disk more than they compute.
+const THREADS: usize = 2;
+const STACK: usize = 256 * 1024;
+/// What is advised in one call, so that a job can end between two.
+const CHUNK: u64 = 16 << 20;
+/// The most of a sandbox that a resume brings in ahead; the rest comes as it is touched.
+const PREFETCH_MOST: u64 = 256 << 20;
+/// Ranges remembered of one process, and of all of a sandbox.
+const RANGES: usize = 4096;
+const NOTE_RANGES: usize = 8192;
+
+/// What was in memory at the pause, by process: what a resume will need.
+type Note = Vec<Remembered>;
+
+struct Remembered {
+    pid: i32,
+    start: u64,
+    ranges: Vec<Range>,
+}
+
+struct Job {
+    request: i64,
+    slot: u32,
+    /// PID 1, whose memory is not the sandbox's.
+    pid1: i32,
+    members: Members,
+    /// For a prefetch: what to bring in.
+    note: Option<Note>,
+    cancelled: Arc<AtomicBool>,
+}
+
+struct Done {
+    request: i64,
+    slot: u32,
+    answer: Reclaimed,
+    note: Option<Note>,
+}
+
+pub struct Memory {
+    /// Readable when a job is done.
+    bell: OwnedFd,
+    sender: Sender<Done>,
+    receiver: Receiver<Done>,
+    /// Of the slots with a job that waits or is at work: how to end it.
+    busy: HashMap<u32, Arc<AtomicBool>>,
+    at_work: usize,
+    queue: VecDeque<Job>,
+    notes: HashMap<u32, Note>,
+}
+
+impl Memory {
+    pub fn new() -> Result<Self, Failure> {
+        let (sender, receiver) = channel();
+        let bell = pages::eventfd().at("start", || "make an eventfd".into())?;
+        let (busy, notes, queue) = (HashMap::new(), HashMap::new(), VecDeque::new());
+        Ok(Memory { bell, sender, receiver, busy, at_work: 0, queue, notes })
+    }
+
+    pub fn fd(&self) -> RawFd {
+        self.bell.as_raw_fd()
+    }
+
+    pub fn is_busy(&self, slot: u32) -> bool {
+        self.busy.contains_key(&slot)
+    }
+
+    /// The slot's job, if there is one, ends as soon as it can.
+    pub fn cancel(&self, slot: u32) {
+        if let Some(cancelled) = self.busy.get(&slot) {
+            cancelled.store(true, Ordering::Relaxed);
+        }
+    }
+
+    pub fn cancel_all(&self) {
+        self.busy.values().for_each(|cancelled| cancelled.store(true, Ordering::Relaxed));
+    }
+
+    pub fn forget(&mut self, slot: u32) {
+        self.notes.remove(&slot);
+    }
+
+    fn start_jobs(&mut self) {
+        while self.at_work < THREADS {
+            let Some(job) = self.queue.pop_front() else { return };
+            let (request, slot, sender) = (job.request, job.slot, self.sender.clone());
+            let Ok(bell) = self.bell.try_clone() else { return self.queue.push_front(job) };
+            let work = move || {
+                let _ = sender.send(job.run());
+                let _ = sys::write(bell.as_raw_fd(), &1u64.to_ne_bytes());
+            };
+            self.at_work += 1;
+            if std::thread::Builder::new().stack_size(STACK).spawn(work).is_err() {
+                // Nothing was moved; that is the truth, and the sandbox is paused all the same.
+                let _ = self.sender.send(Done { request, slot, answer: Reclaimed::default(), note: None });
+                let _ = sys::write(self.bell.as_raw_fd(), &1u64.to_ne_bytes());
+            }
+        }
+    }
+}
+
+impl Launcher {
+    /// `reclaim`, `prefetch`: answered when the job is done.
+    pub fn move_memory(&mut self, request: &Request) -> Answer {
+        let slot = self.find(&request.sandbox)?;
+        let Some(tenant) = self.tenants.get(&slot) else { return Ok(Some(Reply::ok(request.id))) };
+        if !matches!(tenant.phase, Phase::Live) || self.memory.is_busy(slot) {
+            return Err(Failure::new("memory", "the sandbox's memory is being moved, or it ends", libc::EBUSY));
+        }
+        let note = match request.v {
+            Some(Verb::Prefetch) => Some(self.memory.notes.remove(&slot).unwrap_or_default()),
+            _ => None,
+        };
+        let members = self.tools.cgroups.members(slot)?;
+        let cancelled = Arc::new(AtomicBool::new(false));
+        self.memory.busy.insert(slot, cancelled.clone());
+        let job = Job { request: request.id, slot, pid1: tenant.slot.pid, members, note, cancelled };
+        self.memory.queue.push_back(job);
+        self.memory.start_jobs();
+        Ok(None)
+    }
+
+    pub fn memory_moved(&mut self) {
+        let mut count = [0; 8];
+        let _ = sys::read(self.memory.bell.as_raw_fd(), &mut count);
+        while let Ok(Done { request, slot, answer, note }) = self.memory.receiver.try_recv() {
+            self.memory.at_work -= 1;
+            self.memory.busy.remove(&slot);
+            if let Some(note) = note {
+                self.memory.notes.insert(slot, note);
+            }
+            self.control.send(&Reply { reclaimed: Some(answer), ..Reply::ok(request) }, None);
+            self.tear_down(slot); // which waits for this, if it has begun
+        }
+        self.memory.start_jobs();
+    }
+}
+
+impl Job {
+    fn run(self) -> Done {
+        let Job { request, slot, .. } = self;
+        if self.note.is_some() {
+            return Done { request, slot, answer: self.prefetch(), note: None };
+        }
+        let (answer, note) = self.reclaim();
+        Done { request, slot, answer, note: Some(note) }
+    }
+
+    fn goes_on(&self) -> bool {
+        !self.cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Process by process first, which is quick and tells what was there; then what the group still has: files, shared
+    /// memory, pages of several processes.
+    fn reclaim(&self) -> (Reclaimed, Note) {
+        let before = self.members.memory();
+        let (mut note, mut remembered) = (Note::new(), 0);
+        for pid in self.members.processes().into_iter().filter(|pid| *pid != self.pid1) {
+            let Ok(pidfd) = process::pidfd_open(pid) else { continue };
+            let Ok(ranges) = pages::present(pid, RANGES) else { continue };
+            let Ok(start) = process::start_time(pid) else { continue };
+            if process::send_signal(&pidfd, 0).is_err() {
+                continue; // it has ended, and the ranges may be those of another one of its number
+            }
+            self.advise(&pidfd, &ranges, Advice::PageOut, u64::MAX);
+            remembered += ranges.len();
+            if remembered <= NOTE_RANGES {
+                note.push(Remembered { pid, start, ranges });
+            }
+        }
+        if self.goes_on() {
+            if let Err(failure) = self.members.reclaim() {
+                log(&failure);
+            }
+        }
+        let (before, after) = (before, self.members.memory());
+        (Reclaimed { before, after, swap: self.members.swap(), prefetched: 0 }, note)
+    }
+
+    fn prefetch(&self) -> Reclaimed {
+        let before = self.members.memory();
+        let mut asked = 0;
+        for Remembered { pid, start, ranges } in self.note.iter().flatten() {
+            if let Some(pidfd) = process::open_started(*pid, *start) {
+                asked += self.advise(&pidfd, ranges, Advice::WillNeed, PREFETCH_MOST.saturating_sub(asked));
+            }
+        }
+        Reclaimed { before, after: self.members.memory(), swap: self.members.swap(), prefetched: asked as i64 }
+    }
+
+    /// At most so many bytes; how many they were.
+    fn advise(&self, pidfd: &OwnedFd, ranges: &[Range], advice: Advice, most: u64) -> u64 {
+        let mut advised = 0;
+        for range in ranges {
+            let mut at = 0;
+            while at < range.length {
+                let length = CHUNK.min(range.length - at).min(most - advised);
+                if length == 0 || !self.goes_on() {
+                    return advised;
+                }
+                let chunk = Range { start: range.start + at, length };
+                match pages::advise(pidfd, chunk, advice) {
+                    Err(error) if pages::is_gone(error) => return advised,
+                    _ => {} // mappings that cannot be advised stay as they are
+                }
+                at += length;
+                advised += length;
+            }
+        }
+        advised
+    }
+}
