@@ -68,6 +68,10 @@ async def test_a_descriptor_that_comes_with_the_cancellation_is_closed(far: Far)
 async def test_a_stop_that_fails_gives_the_layers_back(far: Far) -> None:
     backend = ContainerBackend(Path("/nowhere"), None, Path("/nowhere"), 0)  # type: ignore[arg-type]
     backend.launcher = far.client
+    restoring = asyncio.create_task(backend.restore([]))
+    number = (await asked(far)).id
+    far.sock.send(msgspec.msgpack.encode({"id": number, "ok": True, "removed": {}}))
+    assert await restoring == {}
     blob = Blob(digest="blake3:00", size=1)
     layer = Manifest(
         name="a", version="1", kind="base", meta=blob, data=(), config=Config(), labels={},
@@ -80,7 +84,7 @@ async def test_a_stop_that_fails_gives_the_layers_back(far: Far) -> None:
         backend.stop("sb-x-000000000000", Environment(layers=(layer,), env={}, workdir=None, user=None))
     )
     number = (await asked(far)).id
-    far.sock.send(msgspec.msgpack.encode({"id": number, "ok": False, "stage": "unknown", "error": "no such sandbox"}))
+    far.sock.send(msgspec.msgpack.encode({"id": number, "ok": False, "stage": "sweep", "error": "groups are busy"}))
     with pytest.raises(LauncherFailed):
         await stopping
     assert backend.mounts.in_use() == set()

@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from dsec import DSecClient, DSecContainerRunArgs, SandboxUnavailable, State
+from dsec import DSecClient, DSecContainerRunArgs, Sandbox, SandboxUnavailable, State
 from dsec.cluster import embedded
 from dsec.protocol.errors import ErrorKind, Fault
 
@@ -71,6 +72,32 @@ def launcher_of(edge: int) -> int:
     return launcher
 
 
+def zygote_of(edge: int) -> int:
+    launcher = launcher_of(edge)
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    [zygote] = [int(pid) for pid in children if len(nspid(pid)) == 1]
+    return zygote
+
+
+def nspid(pid: str) -> list[str]:
+    """Its numbers in every pid namespace that it is in: a PID 1 has two."""
+    return Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].partition("\n")[0].split()
+
+
+def aether_of(state: Path, sandbox: Sandbox) -> int:
+    return int(os.readlink(embedded.run_dir(state) / "sb" / f"{sandbox.id}.sock").split(".")[2])
+
+
+def port_of(endpoint: embedded.Endpoint) -> int:
+    return int(endpoint.url.rpartition(":")[2])
+
+
+async def until_started(sandbox: Sandbox) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not [one for one in await sandbox.processes() if one.running and b"sleep" in b" ".join(one.argv)]:
+            await asyncio.sleep(0.02)
+
+
 async def test_platforms_of_two_state_directories_leave_each_other_alone(states: list[Path]) -> None:
     async with client_of(embedded.up(states[0], port=0)) as one:
         sandbox = await one.run(ARGS)
@@ -99,18 +126,58 @@ async def test_a_private_platform_whose_edge_crashed_leaves_nothing() -> None:
     assert_nothing_is_left(Path(endpoint.state))
 
 
-async def test_a_lost_launcher_ends_its_sandboxes_by_name_and_is_replaced(states: list[Path]) -> None:
+async def test_sandboxes_outlive_the_launcher_and_the_zygote(states: list[Path]) -> None:
     async with client_of(embedded.up(states[0], port=0)) as client:
-        sandbox = await client.run(ARGS)
-        kill(launcher_of(pid_of(states[0], "edge")))
-        async with asyncio.timeout(DEADLINE):
-            while (await sandbox.info()).state is not State.STOPPED:
-                await asyncio.sleep(0.05)
+        sandbox, idle = await client.run(ARGS), await client.run(ARGS)
+        running = asyncio.create_task(sandbox.run_shell("echo begun; sleep 1; echo on; exit 3"))
+        await until_started(sandbox)
+        for victim in (launcher_of, zygote_of):
+            kill(victim(pid_of(states[0], "edge")))
+            async with client.run(ARGS) as next_one:
+                assert (await next_one.run_shell("echo new")).text == "new\n"
+        ended = await running
+        assert (ended.exit_code, ended.text) == (3, "begun\non\n")
+        assert (await idle.run_shell("echo first")).text == "first\n", "its limits come from the launcher of now"
+        assert (await idle.info()).usage.memory_peak_bytes > 0
+
+
+async def test_sandboxes_and_commands_outlive_the_edge(states: list[Path]) -> None:
+    args = DSecContainerRunArgs(container_image=BASE, labels={"job": "j"}, idempotency_key="key")
+    endpoint = embedded.up(states[0], port=0)
+    async with client_of(endpoint) as client:
+        sandbox = await client.run(args)
+        process = await sandbox.start("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done; exit 7")
+        running = asyncio.create_task(sandbox.run_shell("echo begun; sleep 1; echo on; exit 3"))
+        await until_started(sandbox)
+        before = await sandbox.info()
+        kill(pid_of(states[0], "edge"))
+        embedded.up(states[0], port=port_of(endpoint))
+        assert await sandbox.info() == msgspec.structs.replace(before, usage=(await sandbox.info()).usage)
+        ended = await running
+        assert (ended.exit_code, ended.text) == (3, "begun\non\n")
+        assert ((await process.wait()).exit_code, (await process.wait()).text) == (7, "1\n2\n3\n4\n5\n6\n")
+        assert (await client.run(args)).id == sandbox.id, "the same key is the same sandbox"
+        await sandbox.stop()
+
+
+async def test_a_death_is_told_by_its_name(states: list[Path]) -> None:
+    endpoint = embedded.up(states[0], port=0)
+    async with client_of(endpoint) as client:
+        one, other = await client.run(ARGS), await client.run(ARGS)
+        running = asyncio.create_task(one.run_shell("sleep 60"))
+        await until_started(one)
+        kill(aether_of(states[0], one))
         with pytest.raises(SandboxUnavailable) as caught:
-            await sandbox.run_shell("true")
-        assert caught.value.reason in ("edge_restart", "agent_lost")
-        async with client.run(ARGS) as next_one:
-            assert (await next_one.run_shell("echo on")).text == "on\n"
+            await running
+        assert caught.value.reason == "agent_lost" and not caught.value.reward_valid
+        aether = aether_of(states[0], other)
+        kill(pid_of(states[0], "edge"))
+        kill(aether)
+        embedded.up(states[0], port=port_of(endpoint))
+        with pytest.raises(SandboxUnavailable) as caught:
+            await other.run_shell("true")
+        assert caught.value.reason == "agent_lost"
+        assert (await other.info()).state is State.STOPPED
 
 
 def test_a_port_that_is_taken_leaves_nothing_running(states: list[Path]) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsec.edge import journal as module
-from dsec.edge.journal import Journal, Record
+from dsec.edge.journal import Change, Journal, Record, Step
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
+from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, Reason, State
 
 
 def record(id: str) -> Record:
@@ -113,5 +113,75 @@ async def test_a_full_disk_is_a_named_failure_and_later_records_are_read(
     await journal.commit()
     journal.close()
     again = Journal(tmp_path / "j")
-    assert {r.id for r in again.records()} == {"first", "after"}
+    assert {r.id for r in again.records()} == {"first", "lost", "after"}, (
+        "what did not fit is written once there is room"
+    )
     again.close()
+
+
+def step(number: int, done: bool = False) -> Step:
+    ended = ExecDone(exec_id=f"ex-{number}", exit_code=3, stdout_bytes=7) if done else None
+    return Step(step=number, digest="d", exec_id=f"ex-{number}", done=ended, stdout_digest="o" if done else "")
+
+
+async def test_steps_are_read_back_also_after_the_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for id in ("sb-1", "sb-2"):
+        journal.running(record(id))
+        journal.stepped(id, step(1))
+        journal.stepped(id, step(1, done=True))
+        journal.stepped(id, step(2))
+    journal.stepped("sb-unknown", step(1))
+    journal.ended("sb-1", State.STOPPED, Reason.USER)
+    await journal.commit()
+    journal.close()
+    again = Journal(tmp_path / "j")
+    for id in ("sb-1", "sb-2"):
+        assert again.steps(id) == {1: step(1, done=True), 2: step(2)}
+    assert again.steps("sb-unknown") == {}
+    again.close()
+
+
+async def test_changes_and_steps_survive_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPACT_FROM", 20_000)
+    monkeypatch.setattr(module, "KEEP_STEPS", 10)
+    journal = Journal(tmp_path / "j")
+    for id in ("live", *(f"sb-{n}" for n in range(100))):
+        journal.running(record(id))
+        for number in range(4):
+            journal.stepped(id, step(number, done=True))
+        journal.update(id, Change(oom_kills=5, total_limit=9.0))
+        if id != "live":
+            journal.ended(id, State.STOPPED, Reason.USER, "why")
+        await journal.commit()
+    size = (tmp_path / "j").stat().st_size
+    journal.close()
+    again = Journal(tmp_path / "j")
+    found = {r.id: r for r in again.records()}
+    assert size < 50_000 and len(found) == 101
+    assert (found["live"].oom_kills, found["live"].total_limit, len(again.steps("live"))) == (5, 9.0, 4)
+    assert found["sb-99"].detail == "why" and len(again.steps("sb-99")) == 4
+    assert again.steps("sb-0") == {}, "steps of ended sandboxes have a bound"
+    again.close()
+
+
+async def test_a_second_edge_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    with pytest.raises(Fault) as caught:
+        Journal(tmp_path / "j")
+    assert caught.value.body.kind is ErrorKind.CONFLICT and "another edge" in caught.value.body.message
+    journal.close()
+    Journal(tmp_path / "j").close()
+
+
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(b"DSECJRN\x02 of a later version")
+    for _ in range(2):  # the lock is given back too
+        with pytest.raises(Fault) as caught:
+            Journal(path)
+        assert caught.value.body.kind is ErrorKind.CONFLICT and "not a journal" in caught.value.body.message
+    assert path.read_bytes() == b"DSECJRN\x02 of a later version"
+    path.write_bytes(b"DSEC")  # cut off when it was made
+    Journal(path).close()
+    assert path.read_bytes() == b"DSECJRN\x01"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.container import Started
+from dsec.backends.container import Kept, Started
 from dsec.backends.launcher import LauncherFailed, LauncherUsage
 from dsec.edge import lifecycle as module
 from dsec.edge.admission import Admission
@@ -24,10 +24,16 @@ from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 DEADLINE = 5.0
 
 
+class Mounts:
+    def hold(self, manifests: object) -> None:
+        pass
+
+
 class Backend:
     """Counts what is alive; `gate` holds creations, `broken` fails them."""
 
     name = "container"
+    pid, start = 1000, 1  # nobody's
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -35,7 +41,9 @@ class Backend:
         self.broken = False
         self.alive: dict[str, int] = {}  # sandbox -> write end of the pipe that plays its pidfd
         self.made = 0
-        self.swept = 0
+        self.kept: list[str] | None = None
+        self.oom_kills = 0
+        self.mounts = Mounts()
 
     async def create(self, sandbox: str, incarnation: int, args: object, environment: object) -> Started:
         await self.gate.wait()
@@ -44,21 +52,24 @@ class Backend:
         read, write = os.pipe()
         self.alive[sandbox] = write
         self.made += 1
-        return Started(pid=1000 + self.made, start=1, pidfd=read, socket=Path("/nowhere"), stages_us={})
+        return Started(pid=self.pid, start=self.start, pidfd=read, socket=Path("/nowhere"), stages_us={})
 
     async def stop(self, sandbox: str, environment: object) -> LauncherUsage:
         write = self.alive.pop(sandbox, None)
         if write is None:
             raise LauncherFailed("stop", "unknown")
         os.close(write)
-        return LauncherUsage()
+        return LauncherUsage(oom_kills=self.oom_kills)
 
     def die(self, sandbox: str) -> None:
         os.write(self.alive[sandbox], b"x")
 
-    async def sweep(self, keep: list[str]) -> dict[str, int]:
-        self.swept += 1
+    async def restore(self, kept: list[Kept]) -> dict[str, int]:
+        self.kept = [one.sandbox for one in kept]
         return {}
+
+    def socket_path(self, sandbox: str) -> Path:
+        return Path("/nowhere") / sandbox
 
 
 @pytest.fixture(autouse=True)
@@ -191,24 +202,6 @@ async def test_a_wrong_incarnation_is_unavailable(life: Lifecycle) -> None:
     assert caught.value.body.details["reason"] == "replaced"
 
 
-async def test_a_restart_says_what_became_of_the_sandboxes(tmp_path: Path) -> None:
-    first = Backend()
-    life = Lifecycle("t", None, first, Journal(tmp_path / "j.db"), Admission(10, 8))  # type: ignore[arg-type]
-    created = await life.create(ARGS, 10)
-    life._journal.close()
-    for write in first.alive.values():
-        os.close(write)
-    life._close_pidfd(life.live()[0])
-    second = Backend()
-    after = Lifecycle("t", None, second, Journal(tmp_path / "j.db"), Admission(10, 8))  # type: ignore[arg-type]
-    await after.recover()
-    assert second.swept == 1
-    with pytest.raises(Fault) as caught:
-        after.running(created.id)
-    assert caught.value.body.details["reason"] == "edge_restart"
-    assert after._journal.next_epoch() == 1
-
-
 async def test_a_repeated_request_does_not_inherit_an_abandoned_creation(life: Lifecycle, backend: Backend) -> None:
     args = DSecContainerRunArgs("debian@12", idempotency_key="k")
     backend.gate.clear()
@@ -249,19 +242,31 @@ async def test_what_is_stopped_while_it_queues_is_never_made(life: Lifecycle, ba
     assert [r.body.kind for r in results if isinstance(r, Fault)] == [ErrorKind.UNAVAILABLE] * 12
 
 
-async def test_a_lost_launcher_leaves_waiting_creations_to_the_next_one(life: Lifecycle, backend: Backend) -> None:
+async def test_the_next_launcher_keeps_what_runs_and_not_what_was_being_made(life: Lifecycle, backend: Backend) -> None:
     running = await life.create(ARGS, 10)
     backend.gate.clear()
     waiting = asyncio.create_task(life.create(ARGS, 10))
     await until(lambda: len(life.live()) == 2)
-    await life.launcher_lost("it died")
-    await until(lambda: len(life.live()) == 1)
-    with pytest.raises(Fault) as caught:
-        life.running(running.id)
-    assert caught.value.body.details["reason"] == "edge_restart"
+    await life.restore_launcher()
+    assert backend.kept == [running.id]
     backend.gate.set()
     created = await asyncio.wait_for(waiting, DEADLINE)
-    assert life.running(created.id) and list(backend.alive) == [created.id]
+    assert life.running(running.id) and life.running(created.id)
+
+
+async def test_memory_that_ran_out_is_the_reason_of_a_death(life: Lifecycle, backend: Backend) -> None:
+    told, untold = await life.create(ARGS, 10), await life.create(ARGS, 10)
+    backend.oom_kills = 2
+    life.account_oom(life.running(told.id), 2)
+    ends = {}
+    for created in (told, untold):
+        sandbox = life.running(created.id)
+        backend.die(created.id)
+        await asyncio.wait_for(sandbox.ended.wait(), DEADLINE)
+        ends[created.id] = sandbox
+    assert ends[told.id].reason is Reason.AGENT_LOST, "those kills were told as results of commands"
+    assert ends[untold.id].reason is Reason.OOM
+    assert "limit 1024 MiB" in ends[untold.id].detail and "2 killed" in ends[untold.id].detail
 
 
 async def test_nothing_is_created_once_the_edge_stops(life: Lifecycle, backend: Backend) -> None:

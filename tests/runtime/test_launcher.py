@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.backends.runtime import runtime_path
-from dsec.protocol.errors import Fault
+from dsec.protocol.errors import ErrorKind, Fault
 from tests.runtime.conftest import Start, alive, leftovers
 from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
 
@@ -249,28 +249,68 @@ async def test_groups_are_made_for_the_first_command(launcher: Launcher) -> None
     assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
 
 
-async def test_commands_run_when_launcher_and_edge_are_gone(start: Start) -> None:
+KEPT = ("sb-idle", 64 * MIB, 1.0, 20, 64 * MIB)
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "left"])
+async def test_the_next_launcher_limits_what_had_no_command_yet(start: Start, killed: bool) -> None:
     first = start()
     first.create("sb-used")
-    first.create("sb-idle")
+    first.create("sb-idle", memory=64 * MIB, pids=20)
     assert (await attack(first, "sb-used", "cat", "/hidden")) == "of the base"
+    if killed:
+        first.process.kill()
     first.close()
-    for sandbox in ("sb-used", "sb-idle"):
-        assert (await attack(first, sandbox, "cat", "/hidden")) == "of the base"
+    assert (await attack(first, "sb-used", "cat", "/hidden")) == "of the base", "it needs no launcher any more"
     second = start()
-    assert (await attack(second, "sb-idle", "cat", "/hidden")) == "of the base"
-    assert second.call("usage", sandbox="sb-idle")["usage"]["memory_peak"] > 0
+    assert second.call("keep", keep_with=[KEPT, ("sb-unknown", 1, 1.0, 1, 1)])["kept"] == ["sb-idle"]
+    assert second.call("sweep")["removed"]["sandboxes"] == 1, "nobody has asked to keep the other"
+    assert int(await attack(second, "sb-idle", "forks")) < 20
+    assert (await run(second, "sb-idle", "/attacker", "eat", "256")).done.signal == "KILL"
+    assert second.call("stop", sandbox="sb-idle")["usage"]["oom_kills"] >= 1
 
 
-async def test_without_a_launcher_a_first_command_fails_by_name(start: Start) -> None:
+async def test_groups_that_a_launcher_made_and_could_not_hand_over_are_taken(start: Start) -> None:
+    first = start()
+    if first.call("status")["cgroup"] == "v2":
+        pytest.skip("cgroup v2 has one group for all")
+    first.create("sb-idle", memory=64 * MIB, pids=20)
+    slot = os.readlink(first.socket_path("sb-idle")).split(".")[1]
+    first.process.kill()
+    first.close()
+    for hierarchy in ("memory", "cpu", "pids"):
+        Path(f"/sys/fs/cgroup/{hierarchy}/dsec-rttest/{slot}").mkdir()
+    second = start()
+    second.call("keep", keep_with=[KEPT])
+    assert int(await attack(second, "sb-idle", "forks")) < 20
+    second.call("stop", sandbox="sb-idle")
+
+
+async def test_without_a_launcher_a_first_command_can_be_repeated(start: Start) -> None:
     first = start()
     if first.call("status")["cgroup"] == "v2":
         pytest.skip("cgroup v2 needs no answer of the launcher")
     first.create("sb-a")
     first.process.kill()
     first.process.wait()
-    with pytest.raises(Fault, match="the launcher is gone"):
+    with pytest.raises(Fault, match="the launcher is gone") as caught:
         await attack(first, "sb-a", "cat", "/hidden")
+    assert caught.value.body.kind is ErrorKind.CONNECTION_LOST and caught.value.body.retryable
+
+
+def test_one_that_died_while_there_was_no_launcher_is_still_accounted_for(start: Start) -> None:
+    first = start()
+    _, [pidfd] = first.reply_with_fds(first.ask_create("sb-a"))
+    first.process.kill()
+    first.close()
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    assert select.select([pidfd], [], [], DEADLINE)[0]
+    os.close(pidfd)
+    second = start()
+    second.call("keep", keep_with=[("sb-a", 64 * MIB, 1.0, 20, 64 * MIB)])
+    second.call("sweep")
+    assert second.call("stop", sandbox="sb-a")["usage"]["oom_kills"] == 0
+    assert not second.socket_path("sb-a").exists()
 
 
 def test_a_second_launcher_waits_for_the_first_to_leave(start: Start) -> None:

@@ -14,8 +14,12 @@ pub const PREPARED: &[u8] = b"prepared";
 
 /// What PID 1 asks over descriptor 3 when its first command is about to start, where commands are limited by cgroup v1: the
 /// launcher makes the groups then (thousands of idle sandboxes should not pay for them) and answers with the same word and
-/// the descriptors of their `tasks` files, or with an error as text. It sends them unasked when it has to leave.
+/// the descriptors of their `tasks` files, or with an error as text.
 pub const GROUPS: &[u8] = b"groups";
+
+/// What a launcher that adopts a sandbox sends to its listening socket, whole and first, with one descriptor: a socket that
+/// takes the place of descriptor 3, whose other end died with an earlier launcher. Only the host's root reaches that socket.
+pub const SUCCESSOR: &[u8] = b"\xD5ECLG\x01\r\n";
 
 /// Descriptors come in the ancillary data of the message: the fixed ones, then `layers` mounts.
 #[derive(Serialize, Deserialize, Debug)]

@@ -61,6 +61,7 @@ pub struct Usage {
     pub disk: i64,
     pub oom_kills: i64,
     pub pids_hits: i64,
+    pub agent_oom: bool,
 }
 
 /// What a newborn PID 1 needs of its groups.
@@ -82,6 +83,8 @@ pub struct Cgroups {
     origin: Vec<OwnedFd>,
     spares: Vec<Spare>,
     spares_made: u64,
+    /// PID 1s ended by the kernel for want of memory, as far as they have been told.
+    told_ooms: i64,
 }
 
 /// v1 groups made ahead, called `g7` until a slot gets them.
@@ -118,10 +121,19 @@ impl Cgroups {
             opened.push(make_and_open(&format!("{path}/{parent}"))?);
         }
         let unified = unified.and_then(|_| opened.pop());
-        let mut groups =
-            Cgroups { kind, unified, v1: opened, parent, origin: Vec::new(), spares: Vec::new(), spares_made: 0 };
+        let mut groups = Cgroups {
+            kind,
+            unified,
+            v1: opened,
+            parent,
+            origin: Vec::new(),
+            spares: Vec::new(),
+            spares_made: 0,
+            told_ooms: 0,
+        };
         groups.remove_spares();
         groups.settle(&v1)?;
+        groups.told_ooms = groups.agent_ooms("aethers/memory.oom_control");
         Ok(groups)
     }
 
@@ -171,7 +183,10 @@ impl Cgroups {
     /// The v1 groups of a slot, with limits; their `tasks` files, open for writing. Takes spare ones if there are any.
     pub fn make_v1(&mut self, slot: u32, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
         let name = group(slot);
-        let Some(spare) = self.spares.pop() else { return self.make_v1_groups(&name, limits) };
+        let made = self.v1.iter().any(|parent| exists(parent, &name)); // for an earlier launcher, which died over it
+        let Some(spare) = (if made { None } else { self.spares.pop() }) else {
+            return self.make_v1_groups(&name, limits);
+        };
         let (from, to) = (c(spare.name.as_str()), c(name.as_str()));
         for parent in &self.v1 {
             let fd = parent.as_raw_fd();
@@ -337,6 +352,7 @@ impl Cgroups {
             disk: -1,
             oom_kills: value(memory, files[2], Some("oom_kill")),
             pids_hits: value(pids, files[4], Some("max")),
+            agent_oom: false,
         }
     }
 
@@ -346,6 +362,23 @@ impl Cgroups {
             Kind::V2 => (self.unified.as_ref(), self.unified.as_ref()),
             _ => (self.v1.first(), self.v1.get(2)),
         }
+    }
+
+    /// Whether a PID 1 that was killed was so by the kernel, for want of memory on the node. v1 counts those of all
+    /// sandboxes together: each one that is counted is told of one that died.
+    pub fn agent_oom(&mut self, slot: u32) -> bool {
+        if self.kind == Kind::V2 {
+            return self.agent_ooms(&format!("{}/init/memory.events", group(slot))) > 0;
+        }
+        let counted = self.agent_ooms("aethers/memory.oom_control") > self.told_ooms;
+        self.told_ooms += i64::from(counted);
+        counted
+    }
+
+    fn agent_ooms(&self, file: &str) -> i64 {
+        let (memory, _) = self.counters();
+        let text = memory.and_then(|memory| sys::read_file(memory.as_raw_fd(), &c(file)).ok());
+        text.map_or(0, |text| field(&text, "oom_kill"))
     }
 
     pub fn oom_kills(&self, slot: u32) -> i64 {

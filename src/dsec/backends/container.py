@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -18,8 +19,10 @@ from dsec.protocol.steps import step
 from .launcher import (
     CreateReply,
     Empty,
+    KeepReply,
     LauncherClient,
     LauncherFailed,
+    LauncherGone,
     LauncherStatus,
     LauncherUsage,
     Reclaimed,
@@ -28,7 +31,10 @@ from .launcher import (
     SweepReply,
 )
 
+T = TypeVar("T")
 MAX_MOUNTED = 2048
+RESTORE_S = 30.0
+KEPT_AT_ONCE = 256
 MIB = 1024 * 1024
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -67,14 +73,30 @@ class _Name(msgspec.Struct, frozen=True):
     sandbox: str
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A sandbox that a new launcher has to keep, with what it was promised: bytes, cores."""
+
+    sandbox: str
+    memory: int
+    cpu: float
+    pids: int
+    disk: int
+
+    @classmethod
+    def of(cls, sandbox: str, args: DSecContainerRunArgs) -> Kept:
+        return cls(
+            sandbox, args.memory_limit_mb * MIB, float(args.cpu_cores_limit), args.pids_limit, args.disk_limit_mb * MIB
+        )
+
+
 class _Keep(msgspec.Struct, frozen=True):
-    keep: list[str]
+    keep_with: list[Kept]
 
 
 class LayerMounts:
     """One detached mount per layer, held here and in the launcher; least recently used ones go when there are too many."""
 
-    def __init__(self, runtime: Path, store: LayerStore, launcher: Callable[[], LauncherClient]) -> None:
+    def __init__(self, runtime: Path, store: LayerStore, launcher: Callable[[], Awaitable[LauncherClient]]) -> None:
         self._runtime = runtime
         self._store = store
         self._launcher = launcher
@@ -105,6 +127,16 @@ class LayerMounts:
             if not self._users[manifest.digest]:
                 del self._users[manifest.digest]
 
+    def hold(self, manifests: tuple[Manifest, ...]) -> None:
+        """Counts one more user of each, without mounting: a sandbox that is there has mounts of its own."""
+        for manifest in manifests:
+            self._users[manifest.digest] = self._users.get(manifest.digest, 0) + 1
+
+    async def hand_over(self, launcher: LauncherClient) -> None:
+        """A new launcher gets what is mounted here."""
+        for digest, fd in list(self._mounted.items()):
+            await launcher.call("layer", _Digest(digest), fds=(fd,))
+
     def in_use(self) -> set[str]:
         return set(self._users)
 
@@ -112,7 +144,7 @@ class LayerMounts:
         meta, data = self._store.paths(manifest)
         fd = await asyncio.to_thread(mount_layer, self._runtime, meta, data)
         try:
-            await self._launcher().call("layer", _Digest(manifest.digest), fds=(fd,))
+            await (await self._launcher()).call("layer", _Digest(manifest.digest), fds=(fd,))
         except BaseException:
             os.close(fd)
             raise
@@ -129,7 +161,7 @@ class LayerMounts:
             del self._locks[digest]
         if fd is not None:
             os.close(fd)
-            await self._launcher().call("unlayer", _Digest(digest))
+            await (await self._launcher()).call("unlayer", _Digest(digest))
 
     def close(self) -> None:
         while self._mounted:
@@ -143,14 +175,42 @@ class ContainerBackend:
 
     def __init__(self, runtime: Path, store: LayerStore, run: Path, max_output: int) -> None:
         self.launcher: LauncherClient | None = None
+        self._restored = asyncio.Event()
         self._run = run
         self._max_output = max_output
         self.mounts = LayerMounts(runtime, store, self._live_launcher)
 
-    def _live_launcher(self) -> LauncherClient:
-        if self.launcher is None:
-            raise LauncherFailed("launcher", "the launcher is not running")
+    async def _live_launcher(self) -> LauncherClient:
+        """The launcher, once it knows what earlier ones made; LauncherGone when none comes in time."""
+        try:
+            async with asyncio.timeout(RESTORE_S):
+                await self._restored.wait()
+        except TimeoutError:
+            raise LauncherGone("launcher", f"there has been no launcher for {RESTORE_S:g} s") from None
+        assert self.launcher is not None
         return self.launcher
+
+    async def _call(self, verb: str, sandbox: str, kind: type[T]) -> T:
+        """A request that may be made twice: again to the next launcher when this one dies over it."""
+        try:
+            return await (await self._live_launcher()).call(verb, _Name(sandbox), kind)
+        except LauncherGone:
+            return await (await self._live_launcher()).call(verb, _Name(sandbox), kind)
+
+    def lost(self) -> None:
+        """The launcher died: requests wait for the next one."""
+        self._restored.clear()
+
+    async def restore(self, kept: Sequence[Kept]) -> dict[str, int]:
+        """Tells a launcher that has just started what it must keep; it removes all else: how many of what."""
+        launcher = self.launcher
+        assert launcher is not None
+        await self.mounts.hand_over(launcher)
+        for start in range(0, len(kept), KEPT_AT_ONCE):
+            await launcher.call("keep", _Keep(list(kept[start : start + KEPT_AT_ONCE])), KeepReply)
+        removed = (await launcher.call("sweep", None, SweepReply)).removed
+        self._restored.set()
+        return removed
 
     def socket_path(self, sandbox: str) -> Path:
         return self._run / "sb" / f"{sandbox}.sock"
@@ -158,7 +218,21 @@ class ContainerBackend:
     async def create(
         self, sandbox: str, incarnation: int, args: DSecContainerRunArgs, environment: Environment
     ) -> Started:
-        """A container that is ready for its first command, or Fault create_failed with its stage."""
+        """A container that is ready for its first command, or Fault create_failed with its stage.
+
+        When the launcher dies over it, what it had made goes, and the next launcher makes it anew; once.
+        """
+        try:
+            try:
+                return await self._create(sandbox, incarnation, args, environment)
+            except LauncherGone:
+                return await self._create(sandbox, incarnation, args, environment)
+        except LauncherFailed as failed:
+            raise _create_failed(failed.stage, failed.error, sandbox) from failed
+
+    async def _create(
+        self, sandbox: str, incarnation: int, args: DSecContainerRunArgs, environment: Environment
+    ) -> Started:
         stage = "layers"
         try:
             with step("create.mount", sandbox):
@@ -167,12 +241,14 @@ class ContainerBackend:
                 stage = "launch"
                 request = self._request(sandbox, incarnation, args, environment)
                 with step("create.launch", sandbox):
-                    reply, pidfd = await self._live_launcher().call_for_fd("create", request, CreateReply)
+                    launcher = await self._live_launcher()
+                    reply, pidfd = await launcher.call_for_fd("create", request, CreateReply)
             except BaseException:
                 self.mounts.release(environment.layers)
                 raise
         except LauncherFailed as failed:
-            raise _create_failed(f"{stage}.{failed.stage}", failed.error, sandbox) from failed
+            failed.stage = f"{stage}.{failed.stage}"
+            raise
         except OSError as error:
             raise _create_failed(stage, str(error), sandbox) from error
         return Started(
@@ -202,38 +278,42 @@ class ContainerBackend:
     async def stop(self, sandbox: str, environment: Environment | None) -> LauncherUsage:
         """Returns when its processes, cgroups, upper and socket are gone."""
         try:
-            return (await self._live_launcher().call("stop", _Name(sandbox), StopReply)).usage
+            return (await self._call("stop", sandbox, StopReply)).usage
+        except LauncherFailed as failed:
+            if failed.stage != "unknown":
+                raise
+            return LauncherUsage()  # gone already
         finally:  # whatever the launcher says: nobody will ask again
             if environment is not None:
                 self.mounts.release(environment.layers)
 
     async def usage(self, sandbox: str) -> LauncherUsage:
-        return (await self._live_launcher().call("usage", _Name(sandbox), StopReply)).usage
+        return (await self._call("usage", sandbox, StopReply)).usage
 
     async def freeze(self, sandbox: str) -> None:
         """Every process of it stands still when this returns."""
-        await self._live_launcher().call("freeze", _Name(sandbox))
+        await self._call("freeze", sandbox, Empty)
 
     async def thaw(self, sandbox: str) -> None:
-        await self._live_launcher().call("thaw", _Name(sandbox))
+        await self._call("thaw", sandbox, Empty)
 
     async def reclaim(self, sandbox: str) -> Reclaimed:
         """Lets the memory of a frozen sandbox go; a thaw ends it early."""
-        return (await self._live_launcher().call("reclaim", _Name(sandbox), ReclaimReply)).reclaimed
+        return (await self._call("reclaim", sandbox, ReclaimReply)).reclaimed
 
     async def prefetch(self, sandbox: str) -> Reclaimed:
         """Asks for what was in memory at the last `reclaim`; does not wait until it is there."""
-        return (await self._live_launcher().call("prefetch", _Name(sandbox), ReclaimReply)).reclaimed
+        return (await self._call("prefetch", sandbox, ReclaimReply)).reclaimed
 
     async def upper(self, sandbox: str) -> int:
         """A descriptor of the upper directory; hostile content, to be handed to a helper and closed."""
-        return (await self._live_launcher().call_for_fd("upper", _Name(sandbox), Empty))[1]
+        try:
+            return (await (await self._live_launcher()).call_for_fd("upper", _Name(sandbox), Empty))[1]
+        except LauncherGone:
+            return (await (await self._live_launcher()).call_for_fd("upper", _Name(sandbox), Empty))[1]
 
     async def status(self) -> LauncherStatus:
-        return await self._live_launcher().call("status", None, LauncherStatus)
-
-    async def sweep(self, keep: list[str]) -> dict[str, int]:
-        return (await self._live_launcher().call("sweep", _Keep(keep), SweepReply)).removed
+        return await (await self._live_launcher()).call("status", None, LauncherStatus)
 
 
 def _create_failed(stage: str, error: str, sandbox: str) -> Fault:

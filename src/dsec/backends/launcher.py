@@ -32,6 +32,8 @@ class LauncherUsage(msgspec.Struct, frozen=True):
     disk: int = -1
     oom_kills: int = 0
     pids_hits: int = 0
+    agent_oom: bool = False
+    """PID 1 itself was ended by the kernel for want of memory."""
 
 
 class CreateReply(msgspec.Struct, frozen=True):
@@ -70,6 +72,10 @@ class LauncherStatus(msgspec.Struct, frozen=True):
     cgroup: str = ""
 
 
+class KeepReply(msgspec.Struct, frozen=True):
+    kept: tuple[str, ...] = ()
+
+
 class SweepReply(msgspec.Struct, frozen=True):
     removed: dict[str, int] = {}
 
@@ -97,6 +103,10 @@ class LauncherFailed(Exception):
         super().__init__(f"{stage}: {error}")
         self.stage = stage
         self.error = error
+
+
+class LauncherGone(LauncherFailed):
+    """It died, before or over the request. What it made lives on; another one is being started."""
 
 
 class LauncherClient:
@@ -181,7 +191,7 @@ class LauncherClient:
 
     async def _request(self, verb: str, fields: msgspec.Struct | None, fds: Sequence[int]) -> tuple[bytes, list[int]]:
         if self._closed:
-            raise LauncherFailed("launcher", "the launcher is gone")
+            raise LauncherGone("launcher", "the launcher is gone")
         number = self._next
         self._next += 1
         message: dict[str, object] = {"id": number, "v": verb}
@@ -263,7 +273,7 @@ class LauncherClient:
         self._sock.close()
         for future in list(self._waiting.values()):
             if not future.done():
-                future.set_exception(LauncherFailed("launcher", "the launcher is gone"))
+                future.set_exception(LauncherGone("launcher", "the launcher is gone"))
 
     async def close(self) -> None:
         """Ends the launcher and waits for it."""

@@ -33,6 +33,7 @@ from .service import Service, socket_directory
 
 VERSION = "0.1.0"
 GC_THRESHOLD = (20_000, 20, 50)  # requests make few cycles and many objects; the default looks for cycles every 700
+_RESTARTS = (0.1, 0.5, 2.0)  # seconds of patience after each failed start of a launcher
 _log = structlog.get_logger("edge")
 
 
@@ -52,6 +53,8 @@ class Edge:
     def __init__(self, config: EdgeConfig) -> None:
         self._config = config
         self._stopping = asyncio.Event()
+        self._failed = False
+        self._restarting = False
         self._runtime = runtime_path()
         self._store = LayerStore(config.store)
         self._journal = Journal(config.state / "journal")
@@ -61,7 +64,8 @@ class Edge:
         self._lifecycle = Lifecycle(config.name, self._store, self._backend, self._journal, admission, epoch)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """Until it is told to end: every sandbox ends with it. 1 when it cannot go on, and leaves them to the next edge."""
         self._listen_for_the_end()
         await self._start_launcher()
         await self._lifecycle.recover()
@@ -84,13 +88,17 @@ class Edge:
         _log.info("stopping")
         for task in self._tasks:
             task.cancel()
-        await self._lifecycle.close(Reason.EDGE_RESTART)
+        if not self._failed:
+            await self._lifecycle.close(Reason.EDGE_RESTART)
         await server.close()
         if self._backend.launcher is not None:
             await self._backend.launcher.close()
         self._backend.mounts.close()
         self._journal.close()
+        if self._failed:
+            return 1
         self._remove_traces()
+        return 0
 
     def _listen_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()
@@ -114,9 +122,11 @@ class Edge:
         await self._backend.launcher.call("status")
 
     def _launcher_lost(self, why: str) -> None:
-        if not self._stopping.is_set():
+        self._backend.lost()
+        if not self._stopping.is_set() and not self._restarting:
             _log.error("launcher lost", why=why)
-            self._in_background(self._restart_launcher(why))
+            self._restarting = True
+            self._in_background(self._restart_launcher())
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -127,16 +137,20 @@ class Edge:
         """What this machine can do takes half a second to find out; nobody waits for it to start."""
         service.features = await asyncio.to_thread(probe_all, (), self._config.state)
 
-    async def _restart_launcher(self, why: str) -> None:
-        """A new launcher removes what the dead one had; its sandboxes end by name."""
-        self._backend.mounts.close()
-        try:
-            await self._start_launcher()
-            await self._backend.sweep([])
-        except (LauncherFailed, OSError) as failed:
-            _log.critical("no launcher; the edge gives up", error=str(failed))
-            self._stopping.set()
-        await self._lifecycle.launcher_lost(why)
+    async def _restart_launcher(self) -> None:
+        """A new launcher takes over what the dead one made: sandboxes go on."""
+        for pause in _RESTARTS:
+            try:
+                await self._start_launcher()
+                await self._lifecycle.restore_launcher()
+                self._restarting = False
+                return
+            except (LauncherFailed, OSError) as failed:
+                _log.error("the launcher did not come back", error=str(failed))
+                await asyncio.sleep(pause)
+        _log.critical("no launcher; the edge gives up, and leaves its sandboxes to the next one")
+        self._failed = True
+        self._stopping.set()
 
     def _on_error(self, method: str, error: Exception) -> None:
         _log.error("request failed", method=method, exc_info=error)
@@ -169,13 +183,12 @@ def main() -> int:
     config = from_arguments(sys.argv[1:])
     try:
         _prepare(config)
-        uvloop.run(Edge(config).run())
+        return uvloop.run(Edge(config).run())
     except (Fault, LauncherFailed, OSError) as error:
         hint = error.body.hint if isinstance(error, Fault) else ""
         _say_ready(config.ready, f"{error}\n{hint}")
         _log.critical("the edge could not run", error=str(error))
         return 1
-    return 0
 
 
 if __name__ == "__main__":

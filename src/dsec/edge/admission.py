@@ -81,6 +81,10 @@ class Admission:
                 value=total,
                 holders=dict(self._holders.most_common(5)),
             )
+        return self.restore(labels)
+
+    def restore(self, labels: Mapping[str, str]) -> str:
+        """Takes a place for what is there already, whatever the limits say now."""
         holder = holder_of(labels)
         self._holders[holder] += 1
         self.held += 1

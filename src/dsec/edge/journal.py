@@ -1,17 +1,22 @@
 """What the edge must not forget: an append-only file of checked records, one write for each turn of the event loop.
 
     file   = magic, record*
-    record = u32 length of payload, u32 crc32 of payload, payload        (little endian; payload: msgpack of `Record`)
+    record = u32 length of payload, u32 crc32 of payload, payload        (little endian; payload: msgpack)
 
-The last record of a sandbox counts. All changes of one turn leave in one write(2), which the death of this process does not
-undo; a power cut may lose the last ones, and need not keep them: a reboot ends every sandbox anyway. Reading stops at the
-first record that is cut off or does not match its checksum, and the file is cut there. When most of it is superseded, it is
-written anew beside itself and renamed, so that its size stays bounded by what is alive and the last `KEEP_ENDED` ends.
+A sandbox is recorded whole when it runs (`Record`), then by what changes (`Change`), by the steps of its rollout (`Step`) and
+by its end. All changes of one turn leave in one write(2), which the death of this process does not undo; a power cut may lose
+the last ones, and need not keep them: a reboot ends every sandbox anyway. Reading stops at the first record that is cut off
+or does not match its checksum, and the file is cut there. When most of it is superseded, it is written anew beside itself and
+renamed, so that its size stays bounded by what is alive, the last `KEEP_ENDED` ends and their last `KEEP_STEPS` steps.
+
+One process at a time has it: a lock beside it says so, and a second edge on the same directory is refused by name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import struct
 import time
@@ -22,17 +27,48 @@ from pathlib import Path
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
+from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, Reason, State
 
 _MAGIC = b"DSECJRN\x01"
 _HEAD = struct.Struct("<II")
 KEEP_ENDED = 10_000
+KEEP_STEPS = 100_000
+"""Steps of ended sandboxes; those of live ones are all kept."""
 COMPACT_FROM = 16 * 1024 * 1024
 _MAX_PAYLOAD = 16 * 1024 * 1024
 
 
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of a rollout: what was asked, by which command it is done, and what came of it.
+
+    digest: blake3 of the request. done is None from the moment before the command starts until its outcome is known;
+    *_digest are blake3 of the bytes kept of each stream, whose true sizes are in `done`.
+    """
+
+    step: int
+    digest: str
+    exec_id: str
+    done: ExecDone | None = None
+    stdout_digest: str = ""
+    stderr_digest: str = ""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became different in a sandbox that lives. A field that is not given stays."""
+
+    state: State | msgspec.UnsetType = msgspec.UNSET
+    stop_reason: Reason | msgspec.UnsetType = msgspec.UNSET
+    """Its removal has begun, for this reason."""
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    idle_limit: float | msgspec.UnsetType | None = msgspec.UNSET
+    total_limit: float | msgspec.UnsetType | None = msgspec.UNSET
+    oom_kills: int | msgspec.UnsetType = msgspec.UNSET
+    """Kills of the kernel that a command's result has accounted for."""
+    args: DSecContainerRunArgs | msgspec.UnsetType = msgspec.UNSET
+
+
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sandbox as the journal has it."""
+    """One sandbox as the journal has it. born: the monotonic clock of the boot `boot`, seconds."""
 
     id: str
     state: State
@@ -42,6 +78,12 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     layers: tuple[str, ...]
     pid: int = 0
     start: int = 0
+    boot: str = ""
+    born: float = 0.0
+    stop_reason: Reason | None = None
+    idle_limit: float | None = None
+    total_limit: float | None = None
+    oom_kills: int = 0
     reason: Reason | None = None
     detail: str = ""
     ended_at: float | None = None
@@ -63,8 +105,18 @@ class _Ended(msgspec.Struct, omit_defaults=True):
     ended_at: float
 
 
+class _Changed(msgspec.Struct, omit_defaults=True):
+    changed: str
+    change: Change
+
+
+class _Stepped(msgspec.Struct, omit_defaults=True):
+    step_of: str
+    step: Step
+
+
 class _Any(Record, kw_only=True, omit_defaults=True):
-    """Any of the three, for reading: which fields are there tells which one it is."""
+    """Any of them, for reading: which fields are there tells which one it is."""
 
     id: str = ""
     state: State = State.CREATING
@@ -74,6 +126,10 @@ class _Any(Record, kw_only=True, omit_defaults=True):
     layers: tuple[str, ...] = ()
     epoch: int = 0
     ended: str = ""
+    changed: str = ""
+    change: Change = Change()
+    step_of: str = ""
+    step: Step | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -82,14 +138,24 @@ _decode = msgspec.msgpack.Decoder(_Any).decode
 
 class Journal:
     def __init__(self, path: Path) -> None:
+        """Fault conflict when another process has it, or when the file is none of ours."""
         self._path = path
         self._live: dict[str, Record] = {}
         self._past: dict[str, Record] = {}
+        self._steps: dict[str, dict[int, Step]] = {}
+        self._past_steps = 0
         self._epoch = 0
+        self._behind = False
         self._pending: list[bytes] = []
         self._flush: asyncio.Future[None] | None = None
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._size = self._load()
+        self._lock = _locked(path)
+        self._file = -1
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._size = self._load()
+        except BaseException:
+            self._shut()
+            raise
 
     # -- reading --
 
@@ -97,10 +163,15 @@ class Journal:
         """Replays the file, cuts what is broken at its end, and returns its size."""
         with open(self._file, "rb", closefd=False) as file:
             data = file.read()
-        if not data.startswith(_MAGIC):
-            os.ftruncate(self._file, 0)
+        if _MAGIC.startswith(data):  # new, or its maker died over the first bytes
             os.pwrite(self._file, _MAGIC, 0)
             return len(_MAGIC)
+        if not data.startswith(_MAGIC):
+            raise Fault(
+                ErrorKind.CONFLICT,
+                f"{self._path} is not a journal that this version of DSec reads (it begins with {data[:8]!r})",
+                hint="move it away to start afresh; the sandboxes it knows will be removed",
+            )
         position = len(_MAGIC)
         for record, end in _intact(data, position):
             self._apply(record)
@@ -115,15 +186,34 @@ class Journal:
             if (known := self._live.pop(record.ended, None)) is not None:
                 known.state, known.reason, known.detail = record.state, record.reason, record.detail
                 known.ended_at = record.ended_at
-                self._past[known.id] = known
+                self._now_past(known)
+        elif record.changed:
+            if (known := self._live.get(record.changed)) is not None:
+                _change(known, record.change)
+        elif record.step_of and record.step is not None:
+            if record.step_of in self._live:
+                self._steps.setdefault(record.step_of, {})[record.step.step] = record.step
         else:
             kept = Record(**{name: getattr(record, name) for name in Record.__struct_fields__})
-            (self._live if kept.ended_at is None else self._past)[kept.id] = kept
-        self._bound()
+            if kept.ended_at is None:
+                self._live[kept.id] = kept
+            else:
+                self._now_past(kept)
 
     def records(self) -> list[Record]:
         """Every sandbox known, those that never ended first."""
         return [*self._live.values(), *self._past.values()]
+
+    def record(self, id: str) -> Record | None:
+        """Of a sandbox that has not ended."""
+        return self._live.get(id)
+
+    def steps(self, id: str) -> dict[int, Step]:
+        """The steps of a sandbox by number, also after its end; empty when it had none or they were dropped with it."""
+        return dict(self._steps.get(id, {}))
+
+    def step(self, id: str, number: int) -> Step | None:
+        return self._steps.get(id, {}).get(number)
 
     # -- writing --
 
@@ -138,14 +228,25 @@ class Journal:
         self._live[record.id] = record
         self._add(_encode(record))
 
+    def update(self, id: str, change: Change) -> None:
+        """What became different in a sandbox that `running` has recorded; of others nothing is kept."""
+        if (record := self._live.get(id)) is not None:
+            _change(record, change)
+            self._add(_encode(_Changed(id, change)))
+
+    def stepped(self, id: str, step: Step) -> None:
+        """Before a step's command starts (without `done`), and again when its outcome is known."""
+        if id in self._live:
+            self._steps.setdefault(id, {})[step.step] = step
+            self._add(_encode(_Stepped(id, step)))
+
     def ended(self, id: str, state: State, reason: Reason, detail: str = "") -> None:
         """The final word."""
         record = self._live.pop(id, None)
         if record is None:
             return  # it never ran
         record.state, record.reason, record.detail, record.ended_at = state, reason, detail, time.time()
-        self._past[id] = record
-        self._bound()
+        self._now_past(record)
         self._add(_encode(_Ended(id, state, reason, detail, record.ended_at)))
 
     async def commit(self) -> None:
@@ -156,11 +257,27 @@ class Journal:
     def close(self) -> None:
         if self._pending:
             self._write()
-        os.close(self._file)
+        self._shut()
 
-    def _bound(self) -> None:
+    def _shut(self) -> None:
+        for fd in (self._file, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._file = self._lock = -1
+
+    def _now_past(self, record: Record) -> None:
+        """The oldest ends make room, and the steps of ended sandboxes have a bound of their own."""
+        self._past[record.id] = record
+        self._past_steps += len(self._steps.get(record.id, ()))
         while len(self._past) > KEEP_ENDED:
-            del self._past[next(iter(self._past))]
+            oldest = next(iter(self._past))
+            del self._past[oldest]
+            self._drop_steps(oldest)
+        while self._past_steps > KEEP_STEPS:
+            self._drop_steps(next(id for id in self._past if id in self._steps))
+
+    def _drop_steps(self, id: str) -> None:
+        self._past_steps -= len(self._steps.pop(id, ()))
 
     def _add(self, payload: bytes) -> None:
         self._pending.append(_pack(payload))
@@ -170,13 +287,19 @@ class Journal:
             loop.call_soon(self._write)
 
     def _write(self) -> None:
+        """A write that failed leaves the file behind what we know; the next one then writes all of it anew."""
         pending, self._pending = self._pending, []
         done, self._flush = self._flush, None
         try:
-            self._write_out(b"".join(pending))
+            if self._behind:
+                self._compact(whatever_size=True)
+            else:
+                self._write_out(b"".join(pending))
+            self._behind = False
             if self._size > COMPACT_FROM:
                 self._compact()
         except OSError as error:
+            self._behind = True
             if done is not None:
                 done.set_exception(Fault(ErrorKind.NO_SPACE, f"the journal {self._path} cannot be written: {error.strerror}",
                                          hint="make room on the disk of the state directory", retryable=True))  # fmt: skip
@@ -196,12 +319,14 @@ class Journal:
             raise
         self._size += len(data)
 
-    def _compact(self) -> None:
+    def _compact(self, *, whatever_size: bool = False) -> None:
         """Only what counts, in a new file that takes the old one's name."""
         beside = self._path.with_suffix(".new")
-        records = [_encode(_Epoch(self._epoch)), *(_encode(record) for record in self.records())]
+        records = [_encode(_Epoch(self._epoch))] if self._epoch else []
+        for record in self.records():
+            records += _whole(record, self._steps.get(record.id, {}))
         data = _MAGIC + b"".join(map(_pack, records))
-        if len(data) > self._size // 2:
+        if len(data) > self._size // 2 and not whatever_size:
             return  # mostly alive: later
         file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -214,6 +339,38 @@ class Journal:
             raise
         os.close(self._file)
         self._file, self._size = file, len(data)
+
+
+def _whole(record: Record, steps: dict[int, Step]) -> list[bytes]:
+    """All that is known of one sandbox. Its end comes after its steps, as it did."""
+    if not steps or record.ended_at is None or record.reason is None:
+        return [_encode(record), *(_encode(_Stepped(record.id, step)) for step in steps.values())]
+    running = msgspec.structs.replace(record, ended_at=None)
+    end = _Ended(record.id, record.state, record.reason, record.detail, record.ended_at)
+    return [_encode(running), *(_encode(_Stepped(record.id, step)) for step in steps.values()), _encode(end)]
+
+
+def _change(record: Record, change: Change) -> None:
+    for name in Change.__struct_fields__:
+        if (value := getattr(change, name)) is not msgspec.UNSET:
+            setattr(record, name, value)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock beside the journal; it goes with the process."""
+    fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        raise Fault(
+            ErrorKind.CONFLICT,
+            f"another edge runs on {path.parent}: it holds {path.name}",
+            hint="end it with `dsec down`, or choose another state directory",
+        ) from None
+    return fd
 
 
 def _pack(payload: bytes) -> bytes:

@@ -13,18 +13,21 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 import structlog
+from msgspec import UNSET
 
-from dsec.backends.container import ContainerBackend
+from dsec.backends.container import ContainerBackend, Kept
 from dsec.backends.launcher import LauncherFailed, LauncherUsage
 from dsec.layers import LayerStore, compose
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.ids import new_sandbox_id
 from dsec.protocol.specs import Created, DSecContainerRunArgs, Reason, State
+from dsec.protocol.steps import step
 
 from .admission import Admission
 from .checks import check_args
-from .journal import Journal, Record
+from .journal import Change, Journal, Record
 from .pause import Pauses
+from .recovery import Revival, boot_id, ended_with_the_node, record_of
 from .sandbox import Sandbox
 
 KEEP_ENDED = 10_000
@@ -47,7 +50,8 @@ class Lifecycle:
         self.epoch = epoch
         self._store = store
         self.backend = backend
-        self._journal = journal
+        self.journal = journal
+        self._boot = boot_id()
         self.admission = admission
         self.pauses = Pauses(backend, self._record_state)
         self._live: dict[str, Sandbox] = {}
@@ -112,7 +116,8 @@ class Lifecycle:
         await self.pauses.resume(self.running(id, incarnation))
 
     async def _record_state(self, sandbox: Sandbox) -> None:
-        await self._journal.commit()
+        self.journal.update(sandbox.id, Change(state=sandbox.state))
+        await self.journal.commit()
 
     def all(self) -> Iterator[Sandbox | Record]:
         yield from list(self._live.values())
@@ -195,24 +200,14 @@ class Lifecycle:
     async def _launch(self, sandbox: Sandbox) -> None:
         assert sandbox.environment is not None
         started = await self.backend.create(sandbox.id, sandbox.incarnation, sandbox.args, sandbox.environment)
-        sandbox.born(started.pid, started.pidfd, started.socket)
+        sandbox.born(started.pid, started.start, started.pidfd, started.socket)
         asyncio.get_running_loop().add_reader(started.pidfd, self._died, sandbox)
         if sandbox.stop_reason is None:
             sandbox.state = State.RUNNING
         sandbox.log("running; " + ", ".join(f"{name} {us} us" for name, us in started.stages_us.items()))
-        self._journal.running(
-            Record(
-                id=sandbox.id,
-                state=State.RUNNING,
-                created_at=sandbox.created_at,
-                incarnation=sandbox.incarnation,
-                args=sandbox.args,
-                layers=sandbox.layers,
-                pid=started.pid,
-                start=started.start,
-            )
-        )
-        await self._journal.commit()
+        with step("create.journal", sandbox.id):
+            self.journal.running(record_of(sandbox, self._boot))
+            await self.journal.commit()
         sandbox.settled.set()
 
     def _created(self, sandbox: Sandbox, started: float) -> Created:
@@ -255,6 +250,10 @@ class Lifecycle:
             return
         sandbox.state = State.STOPPING
         sandbox.sleep.awake.set()
+        sandbox.dying.set()
+        if sandbox.pid > 0:  # whoever finds it half removed finishes the removal, and knows why
+            with step("remove.journal", sandbox.id):
+                self.journal.update(sandbox.id, Change(stop_reason=reason, detail=detail))
         task = asyncio.get_running_loop().create_task(self._remove(sandbox, reason, detail))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
@@ -265,22 +264,24 @@ class Lifecycle:
         await sandbox.disconnect()
         usage = LauncherUsage()
         try:
-            usage = await self.backend.stop(sandbox.id, sandbox.environment if was_born else None)
+            with step("remove.teardown", sandbox.id):
+                usage = await self.backend.stop(sandbox.id, sandbox.environment if was_born else None)
         except LauncherFailed as failed:
             if was_born:
                 detail = f"{detail}; removal: {failed}".lstrip("; ")
                 _log.error("removal failed", sandbox=sandbox.id, error=str(failed))
-        if reason is Reason.AGENT_LOST and usage.oom_kills > sandbox.oom_kills:
-            detail = f"{detail}; {usage.oom_kills} out-of-memory kills in its group"
+        if reason is Reason.AGENT_LOST:
+            reason, detail = _cause_of_death(sandbox, usage, detail)
         failed_to_start = reason is Reason.CREATE_FAILED
         self.failed_total += failed_to_start
         sandbox.state = State.FAILED if failed_to_start else State.STOPPED
         sandbox.reason, sandbox.detail = reason, detail
         sandbox.log(f"{sandbox.state.value}: {reason.value} {detail}".rstrip())
-        self._journal.ended(sandbox.id, sandbox.state, reason, detail)
         try:
-            await self._journal.commit()
-        except Fault as fault:  # it is gone all the same; the next start calls it edge_restart
+            with step("remove.ended", sandbox.id):
+                self.journal.ended(sandbox.id, sandbox.state, reason, detail)
+                await self.journal.commit()
+        except Fault as fault:  # it is gone all the same; the next start finds out
             _log.error("an end is not in the journal", sandbox=sandbox.id, error=str(fault))
         finally:
             self._forget(sandbox)
@@ -326,29 +327,87 @@ class Lifecycle:
                     limit = sandbox.idle_limit if reason is Reason.TTL_IDLE else sandbox.total_limit
                     self._schedule_removal(sandbox, reason, f"after {limit:g} s")
 
+    async def set_ttl(self, sandbox: Sandbox, change: Change) -> None:
+        """New limits of idleness and age; in the journal when it returns."""
+        if change.idle_limit is not UNSET:
+            sandbox.idle_limit = change.idle_limit
+        if change.total_limit is not UNSET:
+            sandbox.total_limit = change.total_limit
+        self.journal.update(sandbox.id, change)
+        await self.journal.commit()
+
+    def account_oom(self, sandbox: Sandbox, kills: int) -> None:
+        """So many kills of the memory limit have been told to somebody: a later one is a new reason."""
+        sandbox.oom_kills = kills
+        self.journal.update(sandbox.id, Change(oom_kills=kills))
+
     async def recover(self) -> None:
-        """After a restart: what earlier edges of this name left is removed, and said so in its record."""
-        removed = await self.backend.sweep([])
-        if any(removed.values()):
-            _log.warning("removed what an earlier edge left", **removed)
-        for record in self._journal.records():
-            if record.ended_at is None:
-                record.state, record.reason = State.STOPPED, Reason.EDGE_RESTART
-                self._journal.ended(record.id, record.state, record.reason, "the edge was restarted")
-            self._ended[record.id] = record
+        """After a restart: takes over what lives, ends by name what does not, finishes removals, sweeps the rest."""
+        revival = Revival(self._store, self.epoch)
+        for record in self.journal.records():
+            if record.ended_at is None and (why := ended_with_the_node(record, self._boot)) is not None:
+                self.journal.ended(record.id, State.STOPPED, *why)
+            if record.ended_at is not None:
+                self._ended[record.id] = record
+                continue
+            holder = self.admission.restore(record.args.labels)
+            sandbox = revival.sandbox(record, holder, self.backend.socket_path(record.id))
+            assert sandbox.environment is not None
+            self.backend.mounts.hold(sandbox.environment.layers)
+            self._live[sandbox.id] = sandbox
+            if record.args.idempotency_key is not None:
+                self._by_key[record.args.idempotency_key] = sandbox
         while len(self._ended) > KEEP_ENDED:
             self._ended.popitem(last=False)
-        await self._journal.commit()
-
-    async def launcher_lost(self, why: str) -> None:
-        """The launcher died: its sandboxes can no longer be controlled, so they end, by name.
-
-        A creation that was with it has failed already; one that still waits goes on with the next launcher.
-        """
+        await self.restore_launcher()
         for sandbox in self.live():
-            if sandbox.lives:
-                sandbox.stop_reason = sandbox.stop_reason or Reason.EDGE_RESTART
-                self._schedule_removal(sandbox, Reason.EDGE_RESTART, f"the launcher was lost: {why}")
+            self._go_on(sandbox)
+        await asyncio.gather(*(self._sleep_on(s) for s in self.live() if s.state is State.PAUSED))
+        await self.journal.commit()
+
+    async def _sleep_on(self, sandbox: Sandbox) -> None:
+        """One that was paused is so, whatever the earlier edge still had to do for it."""
+        try:
+            await self.pauses.asleep(sandbox)
+        except LauncherFailed as failed:
+            _log.error("a paused sandbox could not be frozen again", sandbox=sandbox.id, error=str(failed))
+
+    def _go_on(self, sandbox: Sandbox) -> None:
+        """An adopted sandbox goes on from where the earlier edge left it."""
+        record = self.journal.record(sandbox.id)
+        if sandbox.pidfd >= 0:
+            asyncio.get_running_loop().add_reader(sandbox.pidfd, self._died, sandbox)
+        if record is not None and record.stop_reason is not None:
+            sandbox.stop_reason = record.stop_reason
+            self._schedule_removal(sandbox, record.stop_reason, record.detail)
+        elif sandbox.pidfd < 0:
+            self._schedule_removal(sandbox, Reason.AGENT_LOST, "PID 1 of the sandbox ended while the edge was away")
+
+    async def restore_launcher(self) -> None:
+        """A launcher has started: it learns what it has to keep, and removes what nobody has a record of.
+
+        A creation that was with an earlier one is made again; one that still waits goes on with this one.
+        """
+        born = [
+            Kept.of(sandbox.id, sandbox.args)
+            for sandbox in self.live()
+            if sandbox.pid > 0 and not sandbox.ended.is_set()
+        ]
+        removed = await self.backend.restore(born)
+        if any(removed.values()):
+            _log.warning("removed what nobody has a record of", **removed)
+
+
+def _cause_of_death(sandbox: Sandbox, usage: LauncherUsage, detail: str) -> tuple[Reason, str]:
+    """PID 1 ended by itself: the kernel's counters tell whether memory ran out."""
+    kills = usage.oom_kills - sandbox.oom_kills
+    if kills <= 0 and not usage.agent_oom:
+        return Reason.AGENT_LOST, detail
+    limit = sandbox.args.memory_limit_mb
+    peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
+    if usage.agent_oom:
+        return Reason.OOM, f"the node ran out of memory and ended the sandbox's PID 1 (limit {limit} MiB{peak})"
+    return Reason.OOM, f"out of memory: limit {limit} MiB{peak}, {kills} killed in this sandbox, and its PID 1 ended"
 
 
 def ended_record(record: Record) -> Fault:

@@ -7,6 +7,7 @@ A caller that goes away never touches a command: its exec id attaches again late
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from contextlib import ExitStack
 
@@ -56,6 +57,7 @@ _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin
                 "max_output_bytes", "merge_stderr", "detached", "cursor", "follow")  # fmt: skip
 _OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
 _RESENDABLE = frozenset(("exec.attach", "exec.list", "fs.stat", "fs.list", "fs.read", "fs.tar"))
+_DEATH_S = 0.25  # from the end of a connection to the news of the process's end, at most
 _KILLED = 128 + signal.SIGKILL
 _UPLOADS = frozenset(("fs.write", "fs.untar"))
 
@@ -132,8 +134,7 @@ class Relay:
                     raise
                 if pump is not None and _failed(pump):
                     raise  # it is the caller that is gone
-                if sandbox.ended.is_set() or sandbox.pidfd < 0:
-                    await sandbox.ended.wait()
+                if await _has_ended(sandbox):
                     raise sandbox.unavailable() from fault
                 if attempt or passed or not resend:
                     raise
@@ -165,12 +166,23 @@ class Relay:
             return known
         why: tuple[str | None, str] = None, ""
         if usage.oom_kills > sandbox.oom_kills:
-            sandbox.oom_kills = usage.oom_kills
+            self._lifecycle.account_oom(sandbox, usage.oom_kills)
             limit = sandbox.args.memory_limit_mb
             peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
             why = "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
         sandbox.remember_why(exec_id, why)
         return why
+
+
+async def _has_ended(sandbox: Sandbox) -> bool:
+    """Whether a lost connection was the sandbox's end: the kernel closes sockets before it says that the process is gone."""
+    if sandbox.pidfd >= 0 and not sandbox.ended.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_S):
+                await sandbox.dying.wait()
+    if sandbox.pidfd < 0 or sandbox.dying.is_set():
+        await sandbox.ended.wait()
+    return sandbox.ended.is_set()
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

@@ -42,17 +42,19 @@ class Sandbox:
         self.detail = ""
         self.created_at = time.time()
         self.pid = 0
+        self.start = 0
         self.pidfd = -1
         self.oom_kills = 0
         self._why_ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.sleep = Sleep()
+        self.dying = asyncio.Event()  # its removal has begun, or its PID 1 is dead
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()  # no longer creating
         self.stop_reason: Reason | None = None  # asked to stop while creating, or stopping
         self.lines: deque[tuple[float, str]] = deque(maxlen=_LOG_LINES)
-        self._born = time.monotonic()
+        self.born_at = time.monotonic()  # of this boot, so that it means the same to every process
         self._idle_since = time.monotonic()
         self._active = 0
         self._socket: Path | None = None
@@ -102,7 +104,7 @@ class Sandbox:
 
     def expired(self, now: float) -> Reason | None:
         """Which TTL has run out at `now` (monotonic seconds)."""
-        if self.total_limit is not None and now - self._born >= self.total_limit:
+        if self.total_limit is not None and now - self.born_at >= self.total_limit:
             return Reason.TTL_TOTAL
         active = self._active and self.state is not State.PAUSED
         if self.idle_limit is not None and not active and now - self._idle_since >= self.idle_limit:
@@ -122,8 +124,8 @@ class Sandbox:
 
     # -- aether --
 
-    def born(self, pid: int, pidfd: int, socket: Path) -> None:
-        self.pid, self.pidfd, self._socket = pid, pidfd, socket
+    def born(self, pid: int, start: int, pidfd: int, socket: Path) -> None:
+        self.pid, self.start, self.pidfd, self._socket = pid, start, pidfd, socket
         self._idle_since = time.monotonic()  # waiting for a lane was no idleness
 
     async def link(self) -> LinkClient:

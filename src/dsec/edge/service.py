@@ -29,7 +29,7 @@ from dsec.protocol.specs import (
 
 from . import changes, network
 from .admission import memory
-from .journal import Record
+from .journal import Change, Record
 from .lifecycle import Lifecycle
 from .relay import Relay, Target
 from .sandbox import Sandbox
@@ -211,10 +211,7 @@ class Service:
         for name, value in (("running_stop", params.running_stop), ("total", params.total)):
             if isinstance(value, float) and not 0 < value < float("inf"):
                 raise Fault(ErrorKind.INVALID, f"{name}: {value} is not a positive number of seconds (None: never)")
-        if not isinstance(params.running_stop, msgspec.UnsetType):
-            sandbox.idle_limit = params.running_stop
-        if not isinstance(params.total, msgspec.UnsetType):
-            sandbox.total_limit = params.total
+        await self._lifecycle.set_ttl(sandbox, Change(idle_limit=params.running_stop, total_limit=params.total))
         return {}
 
     async def logs(self, call: Call) -> object:

@@ -95,7 +95,7 @@ struct Pipe {
 
 pub struct Chronus {
     pub birth: &'static Birth,
-    setting: Setting,
+    pub setting: Setting,
     spill: i32,
     commands: BTreeMap<u32, Box<Command>>,
     pipes: BTreeMap<u32, Pipe>,
@@ -200,7 +200,11 @@ impl Chronus {
         let (ends, ours) = make_pipes(params, number, epoll)
             .map_err(|errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno))))?;
         let fetched = self.setting.groups.fetch();
-        fetched.map_err(|f| Fault::internal(&format!("no control groups for commands: {}", f.what), f.errno))?;
+        fetched.map_err(|f| match f.errno {
+            // Between two launchers; the next one will be here in a moment, and nothing of the command has begun.
+            libc::EPIPE => Fault::new("connection_lost", format!("no control groups yet: {}", f.what)).retryable(),
+            errno => Fault::internal(&format!("no control groups for commands: {}", f.what), errno),
+        })?;
         let pid = plan.start(number, &self.setting, &ends)?;
         drop(ends);
 

@@ -6,8 +6,11 @@ use super::files;
 use super::log::Place;
 use super::os::{self, Epoll, Scratch, Watched};
 use super::ports::Ports;
+use crate::birth::SUCCESSOR;
 use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, MAX_DROPPED, MAX_PAYLOAD};
 use crate::msgpack::{Pack, Value};
+use crate::sys::{socket, Errno};
+use std::os::fd::OwnedFd;
 
 /// No work is done for a connection that has so much to send.
 const OUT_HIGH: usize = 512 * 1024;
@@ -131,6 +134,8 @@ pub struct Conn {
 pub enum Read {
     Nothing,
     Greeting(Preamble),
+    /// It was a launcher, with a socket to be asked by.
+    Successor(OwnedFd),
     Closed,
 }
 
@@ -161,7 +166,10 @@ impl Conn {
 
     /// Reads what is there, at most one scratch of it, or the rest of a frame that has begun.
     pub fn read(&mut self, scratch: &mut Scratch, context: &mut Context) -> Read {
-        if let (true, Some(size)) = (self.greeted, Frame::size(&self.input)) {
+        if !self.greeted {
+            return self.read_greeting();
+        }
+        if let Some(size) = Frame::size(&self.input) {
             return self.read_rest(size, context);
         }
         let bytes = match scratch.read(self.fd.raw()) {
@@ -169,10 +177,6 @@ impl Conn {
             Ok(bytes) if !bytes.is_empty() => bytes,
             _ => return Read::Closed,
         };
-        if !self.greeted {
-            self.input.extend_from_slice(bytes);
-            return self.look_for_greeting();
-        }
         let result = if self.input.is_empty() {
             self.frames(bytes, context).map(|used| self.input.extend_from_slice(&bytes[used..]))
         } else {
@@ -196,6 +200,23 @@ impl Conn {
             },
             _ => Read::Closed,
         }
+    }
+
+    /// Before its greeting a connection is read in small pieces, and descriptors are taken from it.
+    fn read_greeting(&mut self) -> Read {
+        let mut buffer = [0; 4096];
+        let (length, mut fds) = match socket::receive(self.fd.raw(), &mut buffer, libc::MSG_DONTWAIT) {
+            Err(Errno(libc::EAGAIN | libc::EINTR)) => return Read::Nothing,
+            Ok((length, fds)) if length > 0 => (length, fds),
+            _ => return Read::Closed,
+        };
+        match fds.pop() {
+            Some(launcher) if buffer[..length] == *SUCCESSOR => return Read::Successor(launcher),
+            Some(_) => return Read::Closed,
+            None => {}
+        }
+        self.input.extend_from_slice(&buffer[..length]);
+        self.look_for_greeting()
     }
 
     fn look_for_greeting(&mut self) -> Read {

@@ -214,6 +214,10 @@ impl Aether {
             Read::Nothing => {}
             Read::Closed => drop(self.conns.remove(at)),
             Read::Greeting(preamble) => self.greet(at, preamble),
+            Read::Successor(launcher) => {
+                self.chronus.setting.groups.succeed(launcher);
+                drop(self.conns.remove(at));
+            }
         }
     }
 

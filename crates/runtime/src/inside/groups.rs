@@ -21,6 +21,15 @@ impl Groups {
         Groups { files: Vec::new(), launcher }
     }
 
+    /// Another launcher takes the place of the one that made us; `false` when there is nothing to ask of it any more.
+    pub fn succeed(&mut self, launcher: OwnedFd) -> bool {
+        let waits = self.launcher.is_some();
+        if waits {
+            self.launcher = Some(launcher);
+        }
+        waits
+    }
+
     /// Sees to it that `files` has them. Waits for the launcher, the first time.
     pub fn fetch(&mut self) -> Result<(), Failure> {
         let Some(launcher) = &self.launcher else { return Ok(()) };
@@ -46,10 +55,14 @@ impl Groups {
 
 fn ask(launcher: &OwnedFd, answer: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Failure> {
     let at = || "ask the launcher for groups".to_string();
-    socket::send(launcher.as_raw_fd(), GROUPS, &[]).at(STAGE, at)?;
+    let gone = || Failure::new(STAGE, "the launcher is gone", libc::EPIPE);
+    match socket::send(launcher.as_raw_fd(), GROUPS, &[]) {
+        Err(Errno(libc::EPIPE | libc::ECONNRESET)) => return Err(gone()),
+        sent => sent.at(STAGE, at)?,
+    }
     process::wait_readable(launcher, PATIENCE_US);
-    match socket::receive(launcher.as_raw_fd(), answer, libc::MSG_DONTWAIT).at(STAGE, at)? {
-        (0, _) => Err(Failure::new(STAGE, "the launcher is gone", libc::EPIPE)),
-        received => Ok(received),
+    match socket::receive(launcher.as_raw_fd(), answer, libc::MSG_DONTWAIT) {
+        Ok((0, _)) | Err(Errno(libc::ECONNRESET)) => Err(gone()),
+        received => received.at(STAGE, at),
     }
 }

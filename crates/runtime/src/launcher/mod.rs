@@ -94,6 +94,10 @@ struct Tenant {
     deadline: u64,
     /// False for sandboxes of an earlier launcher: their end shows on the pidfd, but cannot be reaped.
     child: bool,
+    /// The edge knows it: no sweep removes it.
+    kept: bool,
+    /// PID 1 was ended by the kernel for want of memory.
+    agent_oom: bool,
 }
 
 struct Launcher {

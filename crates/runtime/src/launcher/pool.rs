@@ -83,7 +83,15 @@ impl Launcher {
         let watched = self.poller.add(slot.pidfd.as_raw_fd(), Token::End(number));
         let control = slot.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let watched = watched.and_then(|()| self.poller.add(control, Token::Answer(number)));
-        let tenant = Tenant { slot, phase: Phase::Preparing, sandbox: None, deadline: 0, child: true };
+        let tenant = Tenant {
+            slot,
+            phase: Phase::Preparing,
+            sandbox: None,
+            deadline: 0,
+            child: true,
+            kept: false,
+            agent_oom: false,
+        };
         self.tenants.insert(number, tenant);
         self.set_deadline(number);
         if let Err(failure) = watched.at("slot", || "watch PID 1".into()) {
@@ -234,6 +242,8 @@ impl Launcher {
             -1
         };
         self.poller.remove(tenant.slot.pidfd.as_raw_fd());
+        let killed = status & 0x7f == libc::SIGKILL || !tenant.child;
+        tenant.agent_oom = killed && self.tools.cgroups.agent_oom(number);
         match &mut tenant.phase {
             Phase::Dying(dying) => {
                 dying.reaped = true;

@@ -99,6 +99,14 @@ pub fn open_sockets(run: &str) -> Result<OwnedFd, Failure> {
     Ok(opened)
 }
 
+pub fn try_lock(directory: &OwnedFd) -> bool {
+    unsafe { crate::sys!(SYS_flock, directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) }.is_ok()
+}
+
+pub fn unlock(directory: &OwnedFd) {
+    let _ = unsafe { crate::sys!(SYS_flock, directory.as_raw_fd(), libc::LOCK_UN) };
+}
+
 /// One launcher at a time: a second would take the first one's sandboxes for leftovers. The first may just be leaving.
 fn lock(directory: &OwnedFd) -> sys::Result<()> {
     let give_up = sys::now_us() + 10_000_000;

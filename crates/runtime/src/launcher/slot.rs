@@ -3,7 +3,7 @@
 use super::ids::{root_of, RANGE};
 use super::uppers::{Upper, Uppers};
 use super::zygote::{Newborn, Zygote};
-use crate::birth::{Birth, FIXED_FDS, GROUPS};
+use crate::birth::{Birth, FIXED_FDS, GROUPS, SUCCESSOR};
 use crate::cgroup::{Cgroups, Group, Limits};
 use crate::sys::{mount, socket, At, Failure};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -102,6 +102,20 @@ impl Slot {
         Slot { number, pid, start, pidfd, upper, control: None, socket, promise: None, kit: None }
     }
 
+    /// What an adopted sandbox was promised. A PID 1 that may still ask for its v1 groups gets a socket to ask by.
+    pub fn succeed(&mut self, tools: &Tools, promise: Promise) -> Result<bool, Failure> {
+        let first = self.promise.replace(promise).is_none();
+        if !first || !tools.cgroups.has_v1() {
+            return Ok(false);
+        }
+        let at = || format!("hand a socket to PID 1 of slot {}", self.number);
+        let (ours, theirs) = socket::pair().at("adopt", at)?;
+        let connection = socket::connect(&self.socket).at("adopt", at)?;
+        socket::send_now(connection.as_raw_fd(), SUCCESSOR, &[theirs.as_raw_fd()]).at("adopt", at)?;
+        self.control = Some(ours);
+        Ok(true)
+    }
+
     /// PID 1 has answered that it is ready to be told who it is.
     pub fn prepared(&self, tools: &Tools) -> Result<(), Failure> {
         tools.cgroups.settle_newborn(self.number, self.pid)
@@ -141,7 +155,8 @@ impl Slot {
         let control = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         socket::send(control, &message, &fds).at("birth", || "send to PID 1".into())
     }
-    /// Makes the v1 groups and gives them to PID 1, which has asked, or may when we are gone.
+
+    /// Makes the v1 groups and gives them to PID 1, which has asked.
     pub fn give_groups(&mut self, cgroups: &mut Cgroups) -> Result<(), Failure> {
         let (Some(control), Some(promise)) = (self.control.take(), self.promise) else { return Ok(()) };
         let made = cgroups.make_v1(self.number, &promise.limits);

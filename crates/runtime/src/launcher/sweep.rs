@@ -4,10 +4,11 @@
 //! process serves it; `<sandbox>.sock` is a symbolic link to it, made before PID 1 is told who it is.
 
 use super::poller::Token;
-use super::slot::{parse_socket_name, Slot};
+use super::slot::{parse_socket_name, Promise, Slot};
 use super::wire::{Reply, Request};
-use super::{Launcher, Phase, Tenant};
-use crate::sys::{self, c, now_us, process, Failure};
+use super::{log, Launcher, Phase, Tenant};
+use crate::cgroup::Limits;
+use crate::sys::{self, c, now_us, process, At, Failure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::os::fd::AsRawFd;
@@ -32,24 +33,59 @@ impl Launcher {
         for link in self.socket_names().iter().filter(|name| name.ends_with(SUFFIX)) {
             let Some(target) = self.read_link(link) else { continue };
             let Some((number, pid, start)) = parse_socket_name(&target) else { continue };
-            let Some(pidfd) = process::open_started(pid, start) else { continue };
             let Ok(upper) = self.tools.uppers.find(number) else { continue };
-            if self.poller.add(pidfd.as_raw_fd(), Token::End(number)).is_err() {
-                continue;
-            }
+            let (pidfd, phase) = match process::open_started(pid, start) {
+                Some(pidfd) if self.poller.add(pidfd.as_raw_fd(), Token::End(number)).is_ok() => (pidfd, Phase::Live),
+                Some(_) => continue,
+                // It ended while nobody looked. Its groups still tell how, until `stop`.
+                None => match self.tools.null.try_clone() {
+                    Ok(no_process) => (no_process, Phase::Ended),
+                    Err(_) => continue,
+                },
+            };
             let name = link.trim_end_matches(SUFFIX).to_string();
             let slot = Slot::adopted(number, pid, start, pidfd, upper, target);
             self.names.insert(name.clone(), number);
             let sandbox = Some((name, link.clone()));
-            self.tenants.insert(number, Tenant { slot, phase: Phase::Live, sandbox, deadline: 0, child: false });
+            self.tenants.insert(
+                number,
+                Tenant { slot, phase, sandbox, deadline: 0, child: false, kept: false, agent_oom: false },
+            );
         }
+    }
+
+    /// Sandboxes that the edge knows, some at a time: no sweep removes them, and their PID 1s can ask again.
+    pub fn keep(&mut self, request: &Request) -> Reply {
+        let mut kept = Vec::with_capacity(request.keep_with.len());
+        for (name, memory, cpu, pids, disk) in &request.keep_with {
+            let Some(number) = self.names.get(name).copied() else { continue };
+            let Some(tenant) = self.tenants.get_mut(&number) else { continue };
+            tenant.kept = true; // one that ended too: `stop` will ask how
+            if !matches!(tenant.phase, Phase::Live) {
+                continue;
+            }
+            kept.push(name.clone());
+            let promise = Promise { limits: Limits::new(*memory, *cpu, *pids), disk: *disk };
+            self.usual = Some(promise);
+            let handed = tenant.slot.succeed(&self.tools, promise).and_then(|handed| match &tenant.slot.control {
+                Some(control) if handed => {
+                    self.poller.add(control.as_raw_fd(), Token::Answer(number)).at("adopt", || "watch PID 1".into())
+                }
+                _ => Ok(()),
+            });
+            if let Err(failure) = handed {
+                log(&failure); // its first command will say so
+            }
+        }
+        Reply { kept: Some(kept), ..Reply::ok(request.id) }
     }
 
     /// Removes all that is not in `keep`: what earlier launchers left, at once; what is this launcher's, in its own time.
     pub fn sweep(&mut self, request: &Request) -> Result<Option<Reply>, Failure> {
         let keep: BTreeSet<&str> = request.keep.iter().map(String::as_str).collect();
         let mut sweep = Sweep { request: request.id, removed: BTreeMap::new(), waiting: BTreeSet::new() };
-        let unwanted = self.names.iter().filter(|(name, _)| !keep.contains(name.as_str()));
+        let kept = |number: &u32| self.tenants.get(number).is_some_and(|tenant| tenant.kept);
+        let unwanted = self.names.iter().filter(|(name, number)| !keep.contains(name.as_str()) && !kept(number));
         let unwanted: Vec<u32> = unwanted.map(|(_, number)| *number).collect();
         for number in unwanted {
             self.dispose(number);

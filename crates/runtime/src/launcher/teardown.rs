@@ -2,7 +2,7 @@
 
 use super::poller::Token;
 use super::wire::Reply;
-use super::{log, Launcher, Phase, Tenant};
+use super::{log, root, Launcher, Phase, Tenant};
 use crate::cgroup::Usage;
 use crate::sys::{self, c, now_us, process};
 use std::os::fd::AsRawFd;
@@ -20,6 +20,8 @@ pub struct Dying {
 /// A group whose last task is just leaving is busy for a moment; how long to wait before another try.
 const RETRY_US: u64 = 50;
 const MAX_RETRY_US: u64 = 100_000;
+/// How long the sandboxes of a private platform wait for another launcher.
+const SUCCESSION_US: u64 = 15_000_000;
 
 impl Launcher {
     /// Begins the removal of a slot in any phase. The rest happens as events come.
@@ -50,7 +52,8 @@ impl Launcher {
 
     /// Removes what is left of a slot whose PID 1 has been reaped, as far as the kernel allows now.
     pub fn tear_down(&mut self, number: u32) {
-        let Some(Tenant { slot, phase: Phase::Dying(dying), sandbox, .. }) = self.tenants.get_mut(&number) else {
+        let Some(Tenant { slot, phase: Phase::Dying(dying), sandbox, agent_oom, .. }) = self.tenants.get_mut(&number)
+        else {
             return;
         };
         if !dying.reaped || self.memory.is_busy(number) {
@@ -59,6 +62,7 @@ impl Launcher {
         if !dying.waiting.is_empty() && dying.usage.is_none() {
             let mut usage = self.tools.cgroups.usage(number);
             usage.disk = self.tools.uppers.usage(slot.upper);
+            usage.agent_oom = *agent_oom;
             dying.usage = Some(usage);
         }
         if !dying.remains_removed {
@@ -118,13 +122,45 @@ impl Launcher {
         }
     }
 
-    /// The edge is gone: what is not a sandbox yet ends with us; sandboxes live on, unless nobody could come for them.
+    /// The edge is gone: what is not a sandbox yet ends with us; sandboxes live on for the next launcher. That of a private
+    /// platform may never come, since its owner may have died with the edge: it is waited for, and else they end too.
     pub fn leave(&mut self) {
-        let deadline = now_us() + if self.ephemeral { 60_000_000 } else { 5_000_000 };
-        let ephemeral = self.ephemeral;
+        self.poller.remove(self.control.fd());
+        self.control.hang_up(); // so that the edge, if it is there, starts the next launcher now
         self.memory.cancel_all();
+        self.end_tenants(5_000_000, false);
+        self.tools.uppers.remove_idle();
+        self.poller.remove(self.tools.zygote.fd());
+        self.tools.zygote.end();
+        self.tools.cgroups.leave();
+        if self.ephemeral && self.nobody_takes_over() {
+            self.end_tenants(60_000_000, true);
+            self.tools.cgroups.leave();
+        }
+    }
+
+    /// Gives the sandboxes up; true when nobody wanted them in time, and they are ours again.
+    fn nobody_takes_over(&mut self) -> bool {
+        let deadline = now_us() + SUCCESSION_US;
+        while self.tenants.values().any(|tenant| matches!(tenant.phase, Phase::Live)) && now_us() < deadline {
+            root::unlock(&self.tools.sockets);
+            for token in self.poller.wait(Some(20_000)) {
+                if let Token::End(number) = token {
+                    self.pid1_ended(number);
+                }
+            }
+            if !root::try_lock(&self.tools.sockets) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Ends what is in the making, or sandboxes too.
+    fn end_tenants(&mut self, patience_us: u64, sandboxes: bool) {
+        let deadline = now_us() + patience_us;
         loop {
-            let ends = |t: &Tenant| ephemeral || !matches!(t.phase, Phase::Live | Phase::Ended);
+            let ends = |t: &Tenant| sandboxes || !matches!(t.phase, Phase::Live | Phase::Ended);
             let numbers: Vec<u32> = self.tenants.iter().filter(|(_, t)| ends(t)).map(|(n, _)| *n).collect();
             if (numbers.is_empty() && self.begun.is_empty()) || now_us() > deadline {
                 break;
@@ -140,14 +176,5 @@ impl Launcher {
             }
             self.run_timers();
         }
-        for tenant in self.tenants.values_mut().filter(|t| matches!(t.phase, Phase::Live)) {
-            // Nobody will be there to be asked: the next launcher has no socket to this PID 1.
-            if let Err(failure) = tenant.slot.give_groups(&mut self.tools.cgroups) {
-                log(&failure);
-            }
-        }
-        self.tools.uppers.remove_idle();
-        self.tools.zygote.end();
-        self.tools.cgroups.leave();
     }
 }

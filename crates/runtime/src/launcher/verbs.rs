@@ -48,6 +48,7 @@ impl Launcher {
                 .find(&request.sandbox)
                 .and_then(|slot| self.tools.cgroups.kill_commands(slot))
                 .map(|()| Some(Reply::ok(id))),
+            Some(Verb::Keep) => Ok(Some(self.keep(&request))),
             Some(Verb::Sweep) => self.sweep(&request),
             Some(Verb::Status) => Ok(Some(self.status(id))),
             None => Err(Failure::new("request", "no verb", libc::EINVAL)),

@@ -22,6 +22,7 @@ pub enum Verb {
     Reclaim,
     Prefetch,
     Kill,
+    Keep,
     Sweep,
     Status,
 }
@@ -47,6 +48,8 @@ pub struct Request {
     pub workdir: Option<String>,
     pub max_output: u64,
     pub keep: Vec<String>,
+    /// Name, memory, cores, pids, disk.
+    pub keep_with: Vec<(String, u64, f64, u64, u64)>,
 }
 
 impl Default for Request {
@@ -69,6 +72,7 @@ impl Default for Request {
             workdir: None,
             max_output: 64 << 20,
             keep: Vec::new(),
+            keep_with: Vec::new(),
         }
     }
 }
@@ -102,6 +106,8 @@ pub struct Reply {
     pub reclaimed: Option<Reclaimed>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub removed: Option<BTreeMap<&'static str, u64>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -191,6 +197,11 @@ impl Control {
         if !self.unsent.is_empty() || self.try_send(&data, fd.as_ref()).is_err() {
             self.unsent.push_back((data, fd));
         }
+    }
+
+    /// Ends the connection; what is sent from now on goes nowhere.
+    pub fn hang_up(&self) {
+        let _ = unsafe { crate::sys!(SYS_shutdown, self.socket.as_raw_fd(), libc::SHUT_RDWR) };
     }
 
     /// Whether there is something that the edge had no room for.

@@ -79,6 +79,22 @@ fn received(control: &[u64], length: usize) -> Vec<OwnedFd> {
 /// A listening stream socket bound to `name` in the current directory.
 pub fn listen(name: &str) -> Result<OwnedFd> {
     let socket = own(unsafe { sys!(SYS_socket, libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) }?);
+    let (address, length) = address(name)?;
+    unsafe { sys!(SYS_bind, socket.as_raw_fd(), &address as *const _, length) }?;
+    unsafe { sys!(SYS_listen, socket.as_raw_fd(), 64) }?;
+    Ok(socket)
+}
+
+/// A connection to the stream socket `name` in the current directory; EAGAIN when its backlog is full.
+pub fn connect(name: &str) -> Result<OwnedFd> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let socket = own(unsafe { sys!(SYS_socket, libc::AF_UNIX, kind, 0) }?);
+    let (address, length) = address(name)?;
+    unsafe { sys!(SYS_connect, socket.as_raw_fd(), &address as *const _, length) }?;
+    Ok(socket)
+}
+
+fn address(name: &str) -> Result<(libc::sockaddr_un, usize)> {
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     if name.len() >= address.sun_path.len() {
         return Err(Errno(libc::ENAMETOOLONG));
@@ -87,7 +103,5 @@ pub fn listen(name: &str) -> Result<OwnedFd> {
     for (to, from) in address.sun_path.iter_mut().zip(name.bytes()) {
         *to = from as i8;
     }
-    unsafe { sys!(SYS_bind, socket.as_raw_fd(), &address as *const _, 2 + name.len() + 1) }?;
-    unsafe { sys!(SYS_listen, socket.as_raw_fd(), 64) }?;
-    Ok(socket)
+    Ok((address, 2 + name.len() + 1))
 }
