@@ -82,7 +82,7 @@ async def test_what_lives_goes_on_with_its_key_place_and_clock(edges: Edges) -> 
     sandbox = after.running(created.id, created.incarnation)
     assert second.kept == [created.id] and after.admission.held == 1
     assert (sandbox.created_at, sandbox.born_at) == (before.created_at, before.born_at)
-    assert sandbox.expired(before.born_at + 500) is Reason.TTL_TOTAL, "its age counts from its creation"
+    assert sandbox.expired(before.born_at + 500.1) is Reason.TTL_TOTAL, "its age counts from its creation"
     assert (await after.create(ARGS, 10)).id == created.id and second.made == 0, "the same key is the same sandbox"
 
 
