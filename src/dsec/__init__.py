@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dsec.protocol.errors import ErrorKind as ErrorKind
+    from dsec.protocol.mirrors import Mirror as Mirror
+    from dsec.protocol.mirrors import MirrorKind as MirrorKind
+    from dsec.protocol.mirrors import Mirrors
     from dsec.protocol.specs import Capabilities as Capabilities
     from dsec.protocol.specs import Capability as Capability
     from dsec.protocol.specs import Change as Change
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
+    "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileInfo", "FileKind",
         "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "State", "Usage",
@@ -107,10 +111,11 @@ def __dir__() -> list[str]:
 
 
 @asynccontextmanager
-async def embedded(state_dir: str | Path | None = None) -> AsyncIterator[DSecClient]:
+async def embedded(state_dir: str | Path | None = None, *, mirrors: Mirrors | None = None) -> AsyncIterator[DSecClient]:
     """An open client on a private DSec of this machine (as root) that ends with the block, its sandboxes with it.
 
     state_dir: where its journal, key and logs lie and stay; without it in a temporary directory that goes too.
+    mirrors: what `network_rules` can name, as {"pypi": URL}, the path of a mirrors file, or `Mirror`s.
     """
     import asyncio
     from contextlib import ExitStack
@@ -122,7 +127,7 @@ async def embedded(state_dir: str | Path | None = None) -> AsyncIterator[DSecCli
 
     with ExitStack() as stack:
         try:
-            endpoint = await asyncio.to_thread(stack.enter_context, private(state_dir))
+            endpoint = await asyncio.to_thread(stack.enter_context, private(state_dir, mirrors=mirrors))
         except Fault as fault:
             raise from_body(fault.body) from fault
         try:

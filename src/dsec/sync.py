@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 import dsec as _async
 from dsec.protocol.errors import ErrorKind
+from dsec.protocol.mirrors import Mirror, MirrorKind
 from dsec.protocol.specs import (
     Capabilities,
     Capability,
@@ -392,6 +393,13 @@ class Sandbox:
         """Lets a paused sandbox run on; idempotent. Nobody needs to ask: the next command or file does it."""
         portal.run(self._inner.resume())
 
+    def set_network(self, rules: Mapping[str, bool]) -> Network:
+        """Replaces the network rules (as `network_rules` of the args); returns what is enforced when it holds.
+
+        Connections that the new rules deny are cut; {} takes the network away. Programs that run already keep their variables.
+        """
+        return portal.run(self._inner.set_network(rules))
+
     def stop(self) -> None:
         """Ends it; idempotent. Returns when processes, memory and disk of it are gone."""
         portal.run(self._inner.stop())
@@ -628,6 +636,8 @@ __all__ = [
     "Layers",
     "Limits",
     "LogLine",
+    "Mirror",
+    "MirrorKind",
     "Network",
     "NoSpace",
     "NotFound",

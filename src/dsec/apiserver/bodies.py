@@ -91,6 +91,12 @@ class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total: float | UnsetType | None = UNSET
 
 
+class NetworkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rules from now on: mirror or domain name -> allowed; empty for no network at all."""
+
+    rules: dict[str, bool]
+
+
 class ChangesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include: globs of paths relative to `/`; empty for everything. max_bytes: of contents carried."""
 

@@ -42,7 +42,8 @@ async def capabilities(x: Exchange) -> Response:
         "memory_total": sum(view.status.memory_total for view in views),
     }
     backends = {"container": bool(views)}
-    return x.reply(Capabilities(x.services.version, backends, tuple(features.values()), limits))
+    mirrors = {name: kind for view in views for name, kind in view.status.mirrors.items()}
+    return x.reply(Capabilities(x.services.version, backends, tuple(features.values()), limits, mirrors))
 
 
 async def layers(x: Exchange) -> Response:

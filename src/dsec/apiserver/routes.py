@@ -15,6 +15,7 @@ from dsec.protocol.specs import (
     ExecReply,
     FileInfo,
     LayerRef,
+    Network,
     ProcessInfo,
     SandboxInfo,
 )
@@ -104,6 +105,7 @@ OPERATIONS: tuple[Operation, ...] = (
               response=bodies.Done),
     Operation("POST", f"{SANDBOX}/resume", sandboxes.resume, "Let a paused sandbox run on; idempotent", response=bodies.Done),
     Operation("POST", f"{SANDBOX}/ttl", sandboxes.ttl, "Change its times to live", bodies.TtlRequest, bodies.Done),
+    Operation("POST", f"{SANDBOX}/network", sandboxes.network, "Change its network rules", bodies.NetworkRequest, Network),
     Operation("POST", f"{SANDBOX}/changes", sandboxes.changes, "What differs from its layers", bodies.ChangesRequest, ChangeSet),
     Operation("GET", f"{SANDBOX}/logs", sandboxes.logs, "Lifecycle lines as NDJSON", response=NDJSON),
     Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import LinkStream, Note
-from dsec.protocol.specs import Change, ChangeSet, Created, SandboxInfo, State
+from dsec.protocol.specs import Change, ChangeSet, Created, Network, SandboxInfo, State
 
 from .bodies import (
     MAX_BURST,
@@ -19,6 +19,7 @@ from .bodies import (
     Count,
     CreateRequest,
     Done,
+    NetworkRequest,
     SandboxList,
     StopManyRequest,
     TtlRequest,
@@ -182,6 +183,14 @@ async def ttl(x: Exchange) -> Response:
         params[name] = value
     await link.call("sandbox.ttl", params)
     return x.reply(Done(), incarnation=incarnation)
+
+
+async def network(x: Exchange) -> Response:
+    """New rules; answered when they hold and what they deny is cut."""
+    asked = await x.json(NetworkRequest)
+    link, params, incarnation = await x.target()
+    told = await link.call("sandbox.network", {**params, "rules": asked.rules}, Network)
+    return x.reply(told, incarnation=incarnation)
 
 
 async def changes(x: Exchange) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,12 @@ import typer
 from dsec.cli import options
 from dsec.cli.failure import ExitCode, not_running
 from dsec.cli.output import megabytes, note, print_facts, print_json
+from dsec.protocol.errors import ErrorKind, Fault
 
 if TYPE_CHECKING:
     from dsec import DSecClient
     from dsec.cluster.embedded import LocalStatus
+    from dsec.protocol.mirrors import Mirror
 
 State = Annotated[
     Path | None,
@@ -33,6 +36,14 @@ def up(
     port: Annotated[int, typer.Option(help="Port on loopback.", min=0, max=65535)] = 7707,
     state: State = None,
     max_sandboxes: Annotated[int | None, typer.Option(help="Limit of sandboxes at once.", min=1)] = None,
+    mirror: Annotated[
+        list[str] | None,
+        typer.Option("--mirror", metavar="NAME=URL", help="A mirror that network_rules can allow; repeatable."),
+    ] = None,
+    mirrors: Annotated[
+        Path | None,
+        typer.Option("--mirrors", metavar="FILE", help="Mirrors as TOML or JSON (default: DIR/mirrors.toml)."),
+    ] = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay here; end the platform on Ctrl-C.")] = False,
     json: options.Json = False,
 ) -> int:
@@ -43,6 +54,7 @@ def up(
     \b
     dsec up
     dsec up --max-sandboxes 100 --port 8800
+    dsec up --mirror pypi=https://pypi.example.org/simple/
     dsec up --foreground          under a supervisor
     """
     from dsec.cluster import embedded
@@ -50,7 +62,7 @@ def up(
     started = time.monotonic()
     ran_before = embedded.status(state).running
     try:
-        endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes)
+        endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes, mirrors=_mirrors(mirrors, mirror or []))
     except KeyboardInterrupt:
         embedded.down(state)  # of what had started already
         raise
@@ -71,6 +83,21 @@ def up(
     note("stopping")
     embedded.down(state)
     return ExitCode.INTERRUPTED if number == signal.SIGINT else 0
+
+
+def _mirrors(file: Path | None, given: list[str]) -> Sequence[Mirror] | None:
+    """Those of the file and the single ones, which go before the file's of the same name; None to leave it to the state."""
+    from dsec.protocol.mirrors import mirror_of, mirrors_of
+
+    if file is None and not given:
+        return None
+    chosen = {mirror.name: mirror for mirror in mirrors_of(file)}
+    for text in given:
+        name, equals, url = text.partition("=")
+        if not equals:
+            raise Fault(ErrorKind.INVALID, f"--mirror {text!r} is not NAME=URL", hint="as in --mirror pypi=https://...")
+        chosen[name] = mirror_of(name, url)
+    return tuple(chosen.values())
 
 
 _ENDS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -125,11 +152,17 @@ async def _loads(client: DSecClient) -> dict[str, object]:
     counts: dict[str, int] = {}
     async for info in client.list():
         counts[info.state.value] = counts.get(info.state.value, 0) + 1
-    return {"version": capabilities.version, "sandboxes": counts, "limits": capabilities.limits}
+    return {
+        "version": capabilities.version,
+        "sandboxes": counts,
+        "limits": capabilities.limits,
+        "mirrors": capabilities.mirrors,
+    }
 
 
 def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, str]]:
-    counts, limits = document["sandboxes"], document["limits"]
+    counts, limits, mirrors = document["sandboxes"], document["limits"], document["mirrors"]
+    assert isinstance(mirrors, dict)
     assert local.endpoint is not None and isinstance(counts, dict) and isinstance(limits, dict)
     held = ", ".join(f"{number} {state}" for state, number in sorted(counts.items())) or "none"
     return [
@@ -138,6 +171,7 @@ def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, s
         ("state", local.endpoint.state),
         ("processes", ", ".join(f"{process.role} {process.pid}" for process in local.processes)),
         ("sandboxes", held),
+        ("mirrors", ", ".join(f"{name} ({kind})" for name, kind in sorted(mirrors.items())) or "none"),
         *(
             (name.replace("_", " "), megabytes(value) if "memory" in name else f"{value:,}")
             for name, value in limits.items()

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.mirrors import Mirror, Mirrors, dump, mirrors_of
 
 DEFAULT_STATE = Path("/var/lib/dsec")
 DEFAULT_RUN = Path("/run/dsec")
@@ -117,16 +118,20 @@ def status(state: Path | str | None = None) -> LocalStatus:
 
 def up(
     state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
-    store: Path | None = None, uppers: str = "btrfs",
+    store: Path | None = None, uppers: str = "btrfs", mirrors: Mirrors | None = None,
 ) -> Endpoint:  # fmt: skip
-    """Starts what of edge and apiserver does not run yet; both outlive the caller. Fault says what is missing."""
+    """Starts what of edge and apiserver does not run yet; both outlive the caller. Fault says what is missing.
+
+    mirrors (name -> URL, a file, or `Mirror`s) are what sandboxes may be allowed to reach; by default those of
+    `<state>/mirrors.toml`, or none.
+    """
     directory = state_dir(state)
     _require_root()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(directory):
         return _start(
             directory, run_dir(directory), host=host, port=port, store=store or store_dir(),
-            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=None,
+            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=None, mirrors=mirrors,
         )  # fmt: skip
 
 
@@ -156,6 +161,7 @@ def _stop(directory: Path, run: Path, *, uppers: str | None, store: Path | None 
             _end(sweeper)
     for role in _ROLES:
         (run / "pids" / role).unlink(missing_ok=True)
+    (run / "mirrors.json").unlink(missing_ok=True)
     if run != DEFAULT_RUN and run.parent == DEFAULT_RUN.parent:
         shutil.rmtree(run, ignore_errors=True)
 
@@ -167,8 +173,9 @@ def private(
     max_sandboxes: int | None = None,
     store: Path | None = None,
     uppers: str = "btrfs",
+    mirrors: Mirrors | None = None,
 ) -> Iterator[Endpoint]:
-    """A platform of one's own that ends with the context, and with this process however that ends.
+    """A platform of one's own that ends with the context, and with this process however that ends. mirrors as in `up`.
 
     Without `state` everything lies in a temporary directory that is removed at the end.
     """
@@ -184,6 +191,7 @@ def private(
             endpoint = _start(
                 directory, run, host="127.0.0.1", port=0, store=store or store_dir(),
                 max_sandboxes=max_sandboxes, uppers=uppers, lifeline=read_end, ephemeral=ephemeral,
+                mirrors=mirrors,
             )  # fmt: skip
         try:
             yield endpoint
@@ -253,8 +261,9 @@ def _key_file(directory: Path) -> Path:
 
 def _start(
     directory: Path, run: Path, *, host: str, port: int, store: Path, max_sandboxes: int | None, uppers: str,
-    lifeline: int | None, ephemeral: bool = False,
+    lifeline: int | None, ephemeral: bool = False, mirrors: Mirrors | None = None,
 ) -> Endpoint:  # fmt: skip
+    chosen = mirrors_of(mirrors)  # what is wrong with them is said before anything starts
     for path in (run, run / "pids", directory / "logs"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     key_file = _key_file(directory)
@@ -262,6 +271,8 @@ def _start(
     if known.running and known.endpoint is not None:
         return known.endpoint
     extra = ["--ephemeral"] if ephemeral else []
+    if (file := _mirrors_file(run, chosen if mirrors is not None else None)) is not None:
+        extra += ["--mirrors", str(file)]
     if max_sandboxes is not None:
         extra += ["--max-sandboxes", str(max_sandboxes)]
     if (old := _read_pid(run, "apiserver")) is not None:
@@ -287,6 +298,17 @@ def _start(
     temporary.write_bytes(msgspec.json.encode(endpoint))
     temporary.rename(directory / "endpoint.json")
     return endpoint
+
+
+def _mirrors_file(run: Path, mirrors: Sequence[Mirror] | None) -> Path | None:
+    """Mirrors may have credentials, so they travel in a file for root only; kept until `down`, for the edge's next start."""
+    path = run / "mirrors.json"
+    if mirrors is None:
+        return path if path.exists() else None
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(dump(mirrors))
+    return path
 
 
 def _bind(host: str, port: int) -> socket.socket:

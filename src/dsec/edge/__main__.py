@@ -29,6 +29,7 @@ from .config import MAX_OUTPUT, EdgeConfig, from_arguments
 from .journal import Journal
 from .lifecycle import Lifecycle
 from .limits import DiskWatch
+from .network import Networks
 from .service import Service, socket_directory
 
 VERSION = "0.1.0"
@@ -62,6 +63,7 @@ class Edge:
         admission = Admission(config.max_sandboxes, config.lanes)
         epoch = self._journal.next_epoch()
         self._lifecycle = Lifecycle(config.name, self._store, self._backend, self._journal, admission, epoch)
+        self._networks = Networks(config.run, config.configured_mirrors())
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -71,6 +73,7 @@ class Edge:
         await self._lifecycle.recover()
         service = Service(
             lifecycle=self._lifecycle,
+            networks=self._networks,
             store=self._store,
             runtime=self._runtime,
             version=VERSION,
@@ -78,6 +81,7 @@ class Edge:
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls())
+        self._in_background(self._networks.begin(self._lifecycle.live()))
         if self._config.uppers == "dir":
             self._in_background(DiskWatch(self._lifecycle, self._runtime, self._config.state).run())
         _say_ready(self._config.ready, "ok")
@@ -90,6 +94,7 @@ class Edge:
             task.cancel()
         if not self._failed:
             await self._lifecycle.close(Reason.EDGE_RESTART)
+        await self._networks.close()
         await server.close()
         if self._backend.launcher is not None:
             await self._backend.launcher.close()

@@ -8,6 +8,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs
 
 from .admission import memory
+from .proxy.rules import check_rules
 
 MAX_CORES = 1024
 MAX_PIDS = 32_768
@@ -68,5 +69,4 @@ def _check_texts(args: DSecContainerRunArgs) -> None:
         _text("idempotency_key", args.idempotency_key, 256)
         if not args.idempotency_key:
             raise _invalid("idempotency_key", "is empty, and would be everybody's")
-    for name in args.network_rules:
-        _text("network_rules", name, 253)
+    check_rules(args.network_rules)

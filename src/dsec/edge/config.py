@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from dsec.protocol.mirrors import Mirror, mirrors_of
+
 DEFAULT_MAX_SANDBOXES = 4096
 DEFAULT_LANES = 12
 DEFAULT_POOL = 16
@@ -27,8 +29,16 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = DEFAULT_POOL
     uppers: str = "btrfs"
     ephemeral: bool = False
+    mirrors: Path | None = None
     ready: int = -1
     lifeline: int = -1
+
+    def configured_mirrors(self) -> tuple[Mirror, ...]:
+        """Those of the file that was named, else of <state>/mirrors.toml; Fault for one that cannot be used."""
+        default = self.state / "mirrors.toml"
+        if self.mirrors is None and not default.exists():
+            return ()
+        return mirrors_of(self.mirrors or default)
 
     def uppers_argument(self) -> str:
         """The launcher's --uppers: an image of most of the free space (sparse), or a plain directory."""
@@ -53,6 +63,9 @@ def from_arguments(argv: list[str]) -> EdgeConfig:
     parser.add_argument("--pool", type=int, default=DEFAULT_POOL)
     parser.add_argument("--uppers", choices=("btrfs", "dir"), default="btrfs")
     parser.add_argument("--ephemeral", action="store_true", help="remove the state directory at the end")
+    parser.add_argument(
+        "--mirrors", type=Path, default=None, help="file of mirrors; <state>/mirrors.toml when it is there"
+    )
     parser.add_argument("--ready", type=int, default=-1)
     parser.add_argument("--lifeline", type=int, default=-1)
     return EdgeConfig(**vars(parser.parse_args(argv)))

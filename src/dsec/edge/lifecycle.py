@@ -336,6 +336,12 @@ class Lifecycle:
         self.journal.update(sandbox.id, change)
         await self.journal.commit()
 
+    async def set_args(self, sandbox: Sandbox, args: DSecContainerRunArgs) -> None:
+        """What it was made from, as far as that can change later; in the journal when it returns."""
+        sandbox.args = args
+        self.journal.update(sandbox.id, Change(args=args))
+        await self.journal.commit()
+
     def account_oom(self, sandbox: Sandbox, kills: int) -> None:
         """So many kills of the memory limit have been told to somebody: a later one is a new reason."""
         sandbox.oom_kills = kills

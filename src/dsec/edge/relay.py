@@ -20,6 +20,7 @@ from dsec.protocol.specs import ExecDone, ExecSpec
 from dsec.protocol.steps import step
 
 from .lifecycle import Lifecycle
+from .network import Networks
 from .sandbox import Sandbox
 from .starts import Starts
 
@@ -63,8 +64,9 @@ _UPLOADS = frozenset(("fs.write", "fs.untar"))
 
 
 class Relay:
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, networks: Networks) -> None:
         self._lifecycle = lifecycle
+        self._networks = networks
         self._starts = Starts()
 
     async def exec(self, call: Call) -> object:
@@ -76,6 +78,7 @@ class Relay:
             )
         sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
+        fields["env"] = await self._networks.with_variables(sandbox, params.env)
         detached = params.detached and not params.follow
         with sandbox.sleep.short() if detached else sandbox.activity():
             place = await self._starts.take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Sandbox:
         self.start = 0
         self.pidfd = -1
         self.oom_kills = 0
+        self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
         self._why_ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
@@ -147,5 +148,7 @@ class Sandbox:
             return self._link
 
     async def disconnect(self) -> None:
+        if self.detach is not None:
+            await self.detach()
         if self._link is not None:
             await self._link.close()

@@ -27,10 +27,12 @@ from dsec.protocol.specs import (
     Usage,
 )
 
-from . import changes, network
+from . import changes
 from .admission import memory
 from .journal import Change, Record
 from .lifecycle import Lifecycle
+from .network import Networks
+from .proxy.rules import check_rules
 from .relay import Relay, Target
 from .sandbox import Sandbox
 
@@ -74,6 +76,10 @@ class _Ttl(Target, frozen=True):
     total: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class _Network(Target, frozen=True, kw_only=True):
+    rules: dict[str, bool]
+
+
 class _Changes(Target, frozen=True):
     include: tuple[str, ...] = ()
     max_bytes: int = 64 * 1024 * 1024
@@ -86,14 +92,17 @@ class _LayerRef(msgspec.Struct, frozen=True):
 
 
 class Service:
-    def __init__(self, *, lifecycle: Lifecycle, store: LayerStore, runtime: Path, version: str) -> None:
+    def __init__(
+        self, *, lifecycle: Lifecycle, networks: Networks, store: LayerStore, runtime: Path, version: str
+    ) -> None:
         self._lifecycle = lifecycle
+        self._networks = networks
         self._store = store
         self._runtime = runtime
         self._version = version
         self.features: tuple[Capability, ...] = ()  # set when the probes are through
         self._started = time.time()
-        self._relay = Relay(lifecycle)
+        self._relay = Relay(lifecycle, networks)
 
     def handlers(self) -> dict[str, Handler]:
         table: dict[str, Handler] = {
@@ -107,6 +116,7 @@ class Service:
             "sandbox.pause": self.pause,
             "sandbox.resume": self.resume,
             "sandbox.ttl": self.ttl,
+            "sandbox.network": self.network,
             "sandbox.logs": self.logs,
             "sandbox.changes": self.changes,
             "exec": self._relay.exec,
@@ -214,6 +224,15 @@ class Service:
         await self._lifecycle.set_ttl(sandbox, Change(idle_limit=params.running_stop, total_limit=params.total))
         return {}
 
+    async def network(self, call: Call) -> object:
+        """New rules; `Network` when they hold."""
+        params = call.params(_Network)
+        check_rules(params.rules)
+        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
+        args = msgspec.structs.replace(sandbox.args, network_rules=params.rules)
+        await self._lifecycle.set_args(sandbox, args)
+        return await self._networks.change(sandbox)
+
     async def logs(self, call: Call) -> object:
         found = self._lifecycle.get(call.params(Target).sandbox)
         for at, line in found.lines if isinstance(found, Sandbox) else ():
@@ -232,7 +251,8 @@ class Service:
         count, truncated = 0, False
         with sandbox.activity():
             upper = await self._lifecycle.backend.upper(sandbox.id)
-            async for item in changes.walk(self._runtime, upper, params.include, params.max_bytes):
+            walked = changes.walk(self._runtime, upper, params.include, params.max_bytes)
+            async for item in self._networks.residue(sandbox).without(walked):
                 if isinstance(item, bool):
                     truncated = item
                 else:
@@ -252,7 +272,7 @@ class Service:
             limits=Limits(args.cpu_cores_limit, args.memory_limit_mb, args.disk_limit_mb, args.pids_limit),
             usage=usage,
             layers=found.layers,
-            network=network.describe(args.network_rules),
+            network=self._networks.describe(found),
             edge=self._lifecycle.edge,
             incarnation=found.incarnation,
             detail=found.detail,
@@ -279,6 +299,7 @@ class Service:
             created_total=self._lifecycle.created_total,
             failed_total=self._lifecycle.failed_total,
             features=self.features,
+            mirrors={mirror.name: mirror.kind.value for mirror in self._networks.mirrors},
         )
 
     # -- layers --

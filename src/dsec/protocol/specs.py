@@ -90,7 +90,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """rules as asked; enforced: name -> "allowed" | "refused: why"; mode names the mechanism ("none": no route, no names)."""
+    """rules as asked; enforced: name -> "allowed" | "refused: why"; mode names the mechanism.
+
+    none: no route, no names, nothing to ask. proxy: the same, and a proxy on loopback that decides by name.
+    """
 
     mode: str
     rules: dict[str, bool]
@@ -271,14 +274,17 @@ class Capability(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
+    """mirrors: name -> kind of those that `network_rules` can name."""
+
     version: str
     backends: dict[str, bool]
     features: tuple[Capability, ...]
     limits: dict[str, int]
+    mirrors: dict[str, str] = {}
 
 
 class EdgeStatus(msgspec.Struct, frozen=True):
-    """One edge's beat: load by state, limits of admission, memory of the node in bytes."""
+    """One edge's beat: load by state, limits of admission, memory of the node in bytes, mirrors (name -> kind)."""
 
     edge: str
     epoch: int
@@ -294,3 +300,4 @@ class EdgeStatus(msgspec.Struct, frozen=True):
     created_total: int = 0
     failed_total: int = 0
     features: tuple[Capability, ...] = ()
+    mirrors: dict[str, str] = {}

@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from dsec.protocol.specs import Change, ChangeSet, ProcessInfo, SandboxInfo, Usage
+from dsec.protocol.specs import Change, ChangeSet, Network, ProcessInfo, SandboxInfo, Usage
 
 from .commands import body_of, run, seconds, text_or_bytes
 from .errors import DSecError, NotFound
@@ -208,6 +208,14 @@ class Sandbox:
     async def resume(self) -> None:
         """Lets a paused sandbox run on; idempotent. Nobody needs to ask: the next command or file does it."""
         await self._transport.request("POST", f"{self._path}/resume", target=self._target)
+
+    async def set_network(self, rules: Mapping[str, bool]) -> Network:
+        """Replaces the network rules (as `network_rules` of the args); returns what is enforced when it holds.
+
+        Connections that the new rules deny are cut; {} takes the network away. Programs that run already keep their variables.
+        """
+        body = encode({"rules": dict(rules)})
+        return await self._transport.call("POST", f"{self._path}/network", Network, body=body, target=self._target)
 
     async def stop(self) -> None:
         """Ends it; idempotent. Returns when processes, memory and disk of it are gone."""
