@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dsec.protocol.specs import ChangeKind as ChangeKind
     from dsec.protocol.specs import ChangeSet as ChangeSet
     from dsec.protocol.specs import DSecContainerRunArgs as DSecContainerRunArgs
+    from dsec.protocol.specs import FileChange as FileChange
+    from dsec.protocol.specs import FileChangeKind as FileChangeKind
     from dsec.protocol.specs import FileInfo as FileInfo
     from dsec.protocol.specs import FileKind as FileKind
     from dsec.protocol.specs import LayerRef as LayerRef
@@ -74,7 +76,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
     "dsec.protocol.specs": (
-        "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileInfo", "FileKind",
+        "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileChange",
+        "FileChangeKind", "FileInfo", "FileKind",
         "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "State", "Usage",
     ),
     "dsec.sdk.archive": ("Downloaded",),

@@ -25,6 +25,8 @@ from dsec.protocol.specs import (
     ChangeKind,
     ChangeSet,
     DSecContainerRunArgs,
+    FileChange,
+    FileChangeKind,
     FileInfo,
     FileKind,
     LayerRef,
@@ -151,6 +153,14 @@ class Files:
     def exists(self, path: RemotePath) -> bool:
         """Whether something is there (a dangling symlink is not)."""
         return portal.run(self._inner.exists(path))
+
+    def watch(self, path: RemotePath, *, recursive: bool = False) -> Iterator[FileChange]:
+        """Changes of a directory's entries, or of a file, as they happen; the first, READY, says that none is missed any more.
+
+        recursive: of all below, directories to come included. Ends when what is watched is gone, behind its DELETED.
+        LOST: more happened than could be told. ConnectionLost when the connection is: what happens then is not known.
+        """
+        return portal.iterate(self._inner.watch(path, recursive=recursive))
 
     def mkdir(self, path: RemotePath, *, mode: int = 493, parents: bool = True) -> None:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
@@ -626,6 +636,8 @@ __all__ = [
     "Event",
     "ExecResult",
     "Exit",
+    "FileChange",
+    "FileChangeKind",
     "FileError",
     "FileInfo",
     "FileKind",

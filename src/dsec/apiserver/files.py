@@ -9,11 +9,11 @@ from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import MAX_FRAME, LinkStream
-from dsec.protocol.specs import FileInfo
+from dsec.protocol.specs import FileChange, FileInfo
 
 from .bodies import Done, Entries, MkdirRequest, MoveRequest, Size
 from .exchange import BYTES, NDJSON, Exchange, checked_path, first_item
-from .records import collect, lines
+from .records import collect, kept_alive, lines, lines_from
 
 T = TypeVar("T")
 TAR = "application/x-tar"
@@ -113,6 +113,20 @@ async def listing(x: Exchange) -> Response:
         return x.stream(lines(stream, FileInfo, x.request_id), NDJSON, end=stream.cancel, incarnation=incarnation)
     found, _ = await collect(stream, FileInfo)
     return x.reply(found, incarnation=incarnation)
+
+
+async def watch(x: Exchange) -> Response:
+    """Changes below a path, the first of them `ready`, until it is gone or the caller is; an empty line now and then."""
+    path, recursive = x.file_path(), x.flag("recursive")
+    link, params, incarnation = await x.target()
+    asked = {**params, "path": path, "recursive": recursive, "user": x.query("user")}
+    stream = await link.open("fs.watch", asked)
+    try:
+        first = await lines_from(stream, FileChange, x.request_id)
+    except BaseException:
+        stream.cancel()
+        raise
+    return x.stream(kept_alive(first), NDJSON, end=stream.cancel, incarnation=incarnation)
 
 
 async def remove(x: Exchange) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from dsec.protocol.link import Data, LinkStream, RecordReader
 from .exchange import encode, error_line
 
 T = TypeVar("T")
+SILENCE_S = 15.0  # shorter than any client or proxy waits
 MAX_COLLECTED = 64 * 1024 * 1024
 
 
@@ -63,6 +65,34 @@ async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIter
         yield encode({"end": reply}) + b"\n"
     except Fault as fault:
         yield error_line(fault.body, request_id)
+
+
+async def lines_from(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
+    """As `lines`, once there is something: a refusal before it is raised and gets a status of its own."""
+    while not stream.has_arrived:
+        if stream.ended:
+            await stream.result()
+            break
+        await stream.change()
+    return lines(stream, kind, request_id)
+
+
+async def kept_alive(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same lines, and an empty one when there was none for a while: who waits knows that the connection is there."""
+    coming: asyncio.Future[bytes | None] = asyncio.ensure_future(anext(source, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait((coming,), timeout=SILENCE_S)
+            if not done:
+                yield b"\n"
+            elif (line := coming.result()) is None:
+                return
+            else:
+                yield line
+                coming = asyncio.ensure_future(anext(source, None))
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
 
 
 def _complete(found: int, reply: ListReply) -> None:

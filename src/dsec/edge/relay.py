@@ -107,7 +107,7 @@ class Relay:
         """Every other method of aether, unchanged but for the fields that name the sandbox."""
         target = call.params(Target)
         sandbox = await self._lifecycle.ready(target.sandbox, target.incarnation)
-        fields = {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
+        fields = _fields(call)
         if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
             sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
         durable = step("write.file", sandbox.id) if call.method in _UPLOADS else ExitStack()
@@ -115,6 +115,12 @@ class Relay:
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
                                         resend=call.method in _RESENDABLE)  # fmt: skip
         return msgspec.Raw(reply)
+
+    async def watch(self, call: Call) -> object:
+        """`fs.watch`: who only looks on keeps nothing alive, and holds no pause up."""
+        target = call.params(Target)
+        sandbox = await self._lifecycle.ready(target.sandbox, target.incarnation)
+        return msgspec.Raw(await self._forward(call, sandbox, call.method, _fields(call), upload=False, resend=True))
 
     async def _forward(
         self, call: Call, sandbox: Sandbox, method: str, fields: object, *, upload: bool, resend: bool = False
@@ -186,6 +192,11 @@ async def _has_ended(sandbox: Sandbox) -> bool:
     if sandbox.pidfd < 0 or sandbox.dying.is_set():
         await sandbox.ended.wait()
     return sandbox.ended.is_set()
+
+
+def _fields(call: Call) -> dict[str, msgspec.Raw]:
+    """What a request asks of aether."""
+    return {k: v for k, v in decode(call.raw, dict[str, msgspec.Raw]).items() if k not in _OF_THE_EDGE}
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

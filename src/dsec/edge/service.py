@@ -121,6 +121,7 @@ class Service:
             "sandbox.changes": self.changes,
             "exec": self._relay.exec,
             "exec.attach": self._relay.attach,
+            "fs.watch": self._relay.watch,
             "edge.status": self.status,
             "layers.list": self.layers_list,
             "layers.inspect": self.layers_inspect,

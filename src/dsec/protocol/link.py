@@ -432,6 +432,11 @@ class LinkStream:
         """Whether the result, or the failure, is there: nothing more will arrive."""
         return self._flow.ended
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._flow.items)
+
     def take(self) -> list[Data | Note]:
         """What has arrived and was not yet read."""
         flow = self._flow

@@ -219,6 +219,28 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     target: bytes | None = None
 
 
+class FileChangeKind(str, Enum):
+    """ready: the watch is in place, everything from here on is told. attributes: mode, owner or times. moved: from `source`
+    to `path`, both watched; into or out of what is watched is created or deleted. lost: more happened than could be told."""
+
+    READY = "ready"
+    CREATED = "created"
+    MODIFIED = "modified"
+    ATTRIBUTES = "attributes"
+    DELETED = "deleted"
+    MOVED = "moved"
+    LOST = "lost"
+
+
+class FileChange(msgspec.Struct, frozen=True):
+    """One event of a watch. path and source are bytes as the kernel has them, below the path that was asked for."""
+
+    path: bytes
+    kind: FileChangeKind
+    is_dir: bool
+    source: bytes | None = None
+
+
 class ChangeKind(str, Enum):
     """write: a regular file, new or changed; delete: the path is gone; the others appeared or changed kind."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsec.protocol.specs import FileInfo, FileKind
+from dsec.protocol.specs import FileChange, FileInfo, FileKind
 
 from . import archive
 from .archive import Downloaded
@@ -134,6 +134,22 @@ class Files:
         except (FileMissing, NotADirectory):
             return False
         return True
+
+    async def watch(self, path: RemotePath, *, recursive: bool = False) -> AsyncIterator[FileChange]:
+        """Changes of a directory's entries, or of a file, as they happen; the first, READY, says that none is missed any more.
+
+        recursive: of all below, directories to come included. Ends when what is watched is gone, behind its DELETED.
+        LOST: more happened than could be told. ConnectionLost when the connection is: what happens then is not known.
+        """
+        query = {**_query(path), "recursive": "true" if recursive else "false"}
+        async with self._transport.stream(
+            "GET", f"{self._path}/watch", query=query, target=self._target, accept=NDJSON, again=True
+        ) as response:
+            async for line in json_lines(response, self._target):
+                if line.startswith(b'{"end":'):
+                    return
+                yield decode(line, FileChange)
+        raise cut(EOFError("no end of the changes"), self._target)
 
     async def mkdir(self, path: RemotePath, *, mode: int = 0o755, parents: bool = True) -> None:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""

@@ -381,6 +381,8 @@ async def json_lines(response: aiohttp.ClientResponse, target: Target | None = N
     async for chunk in chunks(response, target):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
+            if not line:  # only a sign of life
+                continue
             if line.startswith(b'{"error":{"kind"'):
                 raise from_body(decode(line, _ErrorReply).error, target.sandbox_id if target else None)
             yield line

@@ -6,6 +6,7 @@ use super::files;
 use super::log::Place;
 use super::os::{self, Epoll, Scratch, Watched};
 use super::ports::Ports;
+use super::watch::Watches;
 use crate::birth::SUCCESSOR;
 use crate::link::{Event, Frame, Kind, Ledger, Preamble, ProtocolError, HEADER, MAX_DROPPED, MAX_PAYLOAD};
 use crate::msgpack::{Pack, Value};
@@ -111,6 +112,7 @@ enum Outcome {
 pub struct Context<'a> {
     pub chronus: &'a mut Chronus,
     pub ports: &'a Ports,
+    pub watches: &'a Watches,
     pub epoll: &'a Epoll,
 }
 
@@ -470,7 +472,7 @@ fn follow(
 
 /// Begins what a client asks for.
 fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome, Fault> {
-    let Context { chronus, ports, epoll } = context;
+    let Context { chronus, ports, watches, epoll } = context;
     let nothing = || Ok(Outcome::Reply(Pack::default().map(0).0));
     let number = || chronus::exec_id(params);
     match method {
@@ -525,6 +527,7 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         "port.connect" | "port.listen" | "port.accept" => {
             Ok(Outcome::Work(Work::Job(ports.request(method, params, epoll)?)))
         }
+        "fs.watch" => Ok(Outcome::Work(Work::Job(watches.request(params, chronus.birth, epoll)?))),
         _ => match files::request(method, params, chronus.birth)? {
             files::Answer::Reply(payload) => Ok(Outcome::Reply(payload)),
             files::Answer::Job(job) => Ok(Outcome::Work(Work::Job(job))),

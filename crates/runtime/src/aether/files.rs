@@ -34,8 +34,7 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
     if !method.starts_with("fs.") {
         return Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's")));
     }
-    let wanted = params.get("user").and_then(Value::str).unwrap_or(&birth.init_user);
-    let user = users::look_up(if wanted.is_empty() { "root" } else { wanted })?;
+    let user = user(params, birth)?;
     let path = |name: &str| path(params, name, birth);
     let flag = |name: &str, default| params.get(name).and_then(Value::bool).unwrap_or(default);
     let _acting = Acting::new(&user)?;
@@ -60,8 +59,14 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
 
 // -- parameters --
 
+/// Who asks: the user named, else the sandbox's.
+pub fn user(params: Value, birth: &Birth) -> Result<User, Fault> {
+    let wanted = params.get("user").and_then(Value::str).unwrap_or(&birth.init_user);
+    users::look_up(if wanted.is_empty() { "root" } else { wanted })
+}
+
 /// A path, absolute or seen from the sandbox's working directory.
-fn path(params: Value, name: &str, birth: &Birth) -> Result<CString, Fault> {
+pub fn path(params: Value, name: &str, birth: &Birth) -> Result<CString, Fault> {
     let bytes =
         params.get(name).and_then(Value::bytes).ok_or_else(|| Fault::invalid(format!("{name} must be bytes")))?;
     if bytes.is_empty() {
@@ -181,7 +186,7 @@ impl Place {
     }
 
     /// Where a write to the path really goes: a link as last name is followed.
-    fn of_target(path: &CStr, make_parents: bool) -> Result<Place, Fault> {
+    pub fn of_target(path: &CStr, make_parents: bool) -> Result<Place, Fault> {
         let fault = |errno| Fault::file(errno, path.to_bytes());
         let mut place = Place::of(path, make_parents)?;
         for _ in 0..MAX_LINKS {

@@ -16,12 +16,14 @@ mod tar;
 mod untar;
 mod users;
 mod walk;
+mod watch;
 
 use crate::birth::Sandbox;
 use chronus::Chronus;
 use conn::{Conn, Context, Read};
 use os::{check, Epoll, Fd, Scratch};
 use ports::Ports;
+use watch::Watches;
 
 /// What an epoll event is about: a kind and a number, in 64 bits.
 mod token {
@@ -32,6 +34,7 @@ mod token {
     pub const STATUS: u32 = 5;
     pub const STDIN: u32 = 6;
     pub const PORT: u32 = 7;
+    pub const WATCH: u32 = 8;
 
     pub fn make(kind: u32, number: u32) -> u64 {
         u64::from(kind) << 32 | u64::from(number)
@@ -53,6 +56,7 @@ struct Aether {
     scratch: Scratch,
     chronus: Chronus,
     ports: Ports,
+    watches: Watches,
     conns: Vec<Conn>,
     epoch: u64,
     next_conn: u32,
@@ -129,6 +133,7 @@ impl Aether {
             scratch,
             chronus,
             ports: Ports::default(),
+            watches: Watches::default(),
             conns,
             epoch: 0,
             next_conn: 0,
@@ -139,8 +144,10 @@ impl Aether {
 
     fn turn(&mut self) {
         let mut more = false;
-        let (mut context, scratch) =
-            (Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll }, &mut self.scratch);
+        let (mut context, scratch) = (
+            Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll },
+            &mut self.scratch,
+        );
         self.conns.retain_mut(|conn| {
             let unfinished = conn.pump(scratch, &mut context);
             let alive = conn.flush(context.epoll);
@@ -182,6 +189,7 @@ impl Aether {
             token::STDIN if events & libc::EPOLLERR != 0 => self.chronus.stdin_gone(number),
             token::STDIN => self.chronus.push_stdin(number, &self.epoll),
             token::PORT => self.ports.on_event(number, events),
+            token::WATCH => self.watches.on_event(),
             _ => {
                 let _ = os::read(self.signals.0, &mut [0; 128]);
                 self.unreaped = true;
@@ -209,7 +217,8 @@ impl Aether {
 
     fn read(&mut self, token: u64) {
         let Some(at) = self.conns.iter().position(|conn| conn.token == token) else { return };
-        let mut context = Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll };
+        let mut context =
+            Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll };
         match self.conns[at].read(&mut self.scratch, &mut context) {
             Read::Nothing => {}
             Read::Closed => drop(self.conns.remove(at)),
@@ -227,7 +236,8 @@ impl Aether {
         if preamble.epoch >= self.epoch {
             self.epoch = preamble.epoch;
             self.conns.retain(|conn| !conn.greeted);
-            let mut context = Context { chronus: &mut self.chronus, ports: &self.ports, epoll: &self.epoll };
+            let mut context =
+                Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll };
             if conn.greet(preamble, self.epoch, &mut context).is_ok() {
                 self.conns.push(conn);
             }

@@ -37,8 +37,8 @@ fn open_any(dir: i32, name: &CStr, resolve: u64) -> os::Result<Fd> {
     os::open(dir, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NONBLOCK, 0, resolve)
 }
 
-/// Calls `each` with the names of the next entries of a directory. False: there were none.
-fn read_names(dir: i32, mut each: impl FnMut(&CStr)) -> os::Result<bool> {
+/// Calls `each` with the names and kinds (DT_*) of the next entries of a directory. False: there were none.
+pub fn read_names(dir: i32, mut each: impl FnMut(&CStr, u8)) -> os::Result<bool> {
     let mut buffer = Vec::<u8>::with_capacity(BATCH);
     let size = check(unsafe { libc::syscall(libc::SYS_getdents64, dir, buffer.as_mut_ptr(), BATCH) })? as usize;
     // SAFETY: the kernel wrote `size` bytes, at most the capacity.
@@ -49,7 +49,7 @@ fn read_names(dir: i32, mut each: impl FnMut(&CStr)) -> os::Result<bool> {
         let Some((entry, behind)) = rest.split_at_checked(length) else { break };
         let name = entry.get(19..).and_then(|name| CStr::from_bytes_until_nul(name).ok());
         if let Some(name) = name.filter(|name| *name != c"." && *name != c"..") {
-            each(name);
+            each(name, entry[18]);
         }
         rest = behind;
     }
@@ -167,7 +167,7 @@ impl Level {
     fn fill(&mut self) -> os::Result<usize> {
         let (names, starts) = (&mut self.names, &mut self.starts);
         let before = names.len();
-        let more = read_names(self.dir.0, |name| {
+        let more = read_names(self.dir.0, |name, _| {
             starts.push(names.len() as u32);
             names.extend_from_slice(name.to_bytes_with_nul());
         })?;
@@ -224,7 +224,7 @@ impl Job for Streamed {
 }
 
 /// A record of a stream of records: its length, u32, before it.
-fn put_record(out: &mut Vec<u8>, record: &[u8]) {
+pub fn put_record(out: &mut Vec<u8>, record: &[u8]) {
     out.extend_from_slice(&(record.len() as u32).to_le_bytes());
     out.extend_from_slice(record);
 }
@@ -305,7 +305,7 @@ impl Remove {
         unsafe { libc::lseek(dir, 0, libc::SEEK_SET) };
         let (mut below, mut failure, mut found) = (None, None, false);
         let unlink = |name: &CStr, flag| check(unsafe { libc::unlinkat(dir, name.as_ptr(), flag) });
-        let read = read_names(dir, |name| {
+        let read = read_names(dir, |name, _| {
             found = true;
             if below.is_some() || failure.is_some() {
                 return;
