@@ -15,12 +15,18 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Jobs at work at once: they wait for the disk more than they compute.
 const THREADS: usize = 2;
 const STACK: usize = 256 * 1024;
-/// What is advised in one call, so that a job can end between two.
+/// What is let go in one call, so that a job can end between two.
 const CHUNK: u64 = 16 << 20;
+/// What is asked for in one call once the first bytes are on their way, and the pause after it: pages that a process waits
+/// for must not stand behind all the others in the disk's queue.
+const PREFETCH_FIRST: u64 = 8 << 20;
+const PREFETCH_CHUNK: u64 = 2 << 20;
+const PREFETCH_PAUSE: Duration = Duration::from_millis(2);
 /// The most of a sandbox that a resume brings in ahead; the rest comes as it is touched.
 const PREFETCH_MOST: u64 = 256 << 20;
 /// Ranges remembered of one process, and of all of a sandbox.
@@ -179,7 +185,7 @@ impl Job {
             if process::send_signal(&pidfd, 0).is_err() {
                 continue; // it has ended, and the ranges may be those of another one of its number
             }
-            self.advise(&pidfd, &ranges, Advice::PageOut, u64::MAX);
+            self.let_go(&pidfd, &ranges);
             remembered += ranges.len();
             if remembered <= NOTE_RANGES {
                 note.push(Remembered { pid, start, ranges });
@@ -194,36 +200,51 @@ impl Job {
         (Reclaimed { before, after, swap: self.members.swap(), prefetched: 0 }, note)
     }
 
+    /// Small ranges first: stacks, the libraries' data, what every program needs to do anything.
     fn prefetch(&self) -> Reclaimed {
         let before = self.members.memory();
+        let processes = self.note.iter().flatten();
+        let opened = processes.filter_map(|p| Some((process::open_started(p.pid, p.start)?, &p.ranges)));
+        let opened: Vec<_> = opened.collect();
+        let mut ranges: Vec<_> = opened.iter().flat_map(|(pidfd, all)| all.iter().map(move |r| (r, pidfd))).collect();
+        ranges.sort_by_key(|(range, _)| range.length);
         let mut asked = 0;
-        for Remembered { pid, start, ranges } in self.note.iter().flatten() {
-            if let Some(pidfd) = process::open_started(*pid, *start) {
-                asked += self.advise(&pidfd, ranges, Advice::WillNeed, PREFETCH_MOST.saturating_sub(asked));
-            }
+        for (range, pidfd) in ranges {
+            asked += self.ask_for(pidfd, *range, asked);
         }
         Reclaimed { before, after: self.members.memory(), swap: self.members.swap(), prefetched: asked as i64 }
     }
 
-    /// At most so many bytes; how many they were.
-    fn advise(&self, pidfd: &OwnedFd, ranges: &[Range], advice: Advice, most: u64) -> u64 {
-        let mut advised = 0;
-        for range in ranges {
-            let mut at = 0;
-            while at < range.length {
-                let length = CHUNK.min(range.length - at).min(most - advised);
-                if length == 0 || !self.goes_on() {
-                    return advised;
-                }
-                let chunk = Range { start: range.start + at, length };
-                match pages::advise(pidfd, chunk, advice) {
-                    Err(error) if pages::is_gone(error) => return advised,
-                    _ => {} // mappings that cannot be advised stay as they are
-                }
-                at += length;
-                advised += length;
+    fn let_go(&self, pidfd: &OwnedFd, ranges: &[Range]) {
+        for chunk in ranges.iter().flat_map(|range| chunks(*range, CHUNK)) {
+            if !self.goes_on() {
+                return;
+            }
+            match pages::advise(pidfd, chunk, Advice::PageOut) {
+                Err(error) if pages::is_gone(error) => return,
+                _ => {} // mappings that cannot be advised stay as they are
             }
         }
-        advised
     }
+
+    /// How many bytes were asked for, after so many others.
+    fn ask_for(&self, pidfd: &OwnedFd, range: Range, before: u64) -> u64 {
+        let mut asked = 0;
+        for chunk in chunks(range, PREFETCH_CHUNK) {
+            if !self.goes_on() || before + asked + chunk.length > PREFETCH_MOST {
+                break;
+            }
+            let _ = pages::advise(pidfd, chunk, Advice::WillNeed);
+            asked += chunk.length;
+            if before + asked > PREFETCH_FIRST && chunk.length == PREFETCH_CHUNK {
+                std::thread::sleep(PREFETCH_PAUSE);
+            }
+        }
+        asked
+    }
+}
+
+fn chunks(range: Range, most: u64) -> impl Iterator<Item = Range> {
+    let starts = (0..range.length).step_by(most as usize);
+    starts.map(move |at| Range { start: range.start + at, length: most.min(range.length - at) })
 }

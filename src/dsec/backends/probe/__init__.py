@@ -31,6 +31,7 @@ _DEADLINE_S = 60.0
 OPTIONAL = frozenset(
     {
         "cap_sys_resource",
+        "swap",
         "mmdebstrap",
         "gcc",
         "cgroup_freeze",

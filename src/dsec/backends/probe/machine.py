@@ -81,9 +81,23 @@ def memory(_: Path) -> Finding:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) // 1024 for line in lines if ":" in line}
     available, total = fields.get("MemAvailable", 0), fields.get("MemTotal", 0)
-    return Finding(
-        available >= 1024, f"{available:,} of {total:,} MB available, swap {fields.get('SwapTotal', 0):,} MB"
-    )
+    return Finding(available >= 1024, f"{available:,} of {total:,} MB available")
+
+
+@probe(
+    "swap",
+    remedy="optional: a swap file on a disk (fallocate, mkswap, swapon), or zram for what compresses; "
+    "without it a pause gives back the pages of files only",
+)
+def swap(_: Path) -> Finding:
+    lines = Path("/proc/swaps").read_text(encoding="ascii").splitlines()[1:]
+    if not lines:
+        return Finding(False, "none: a pause gives back pages of files, and nothing of what programs hold")
+    devices = [line.split() for line in lines]
+    total = sum(int(size) for _, _, size, *_ in devices) // 1024
+    free = total - sum(int(used) for _, _, _, used, *_ in devices) // 1024
+    where = ", ".join(f"{name} ({kind})" for name, kind, *_ in devices)
+    return Finding(True, f"{free:,} of {total:,} MB free on {where}: a pause gives back all memory of a sandbox")
 
 
 @probe("disk", remedy="free some disk space, or put state and layers elsewhere (DSEC_STATE, DSEC_STORE)")
