@@ -160,6 +160,30 @@ async def test_sandboxes_and_commands_outlive_the_edge(states: list[Path]) -> No
         await sandbox.stop()
 
 
+async def test_a_paused_sandbox_stays_so_whoever_dies(states: list[Path]) -> None:
+    endpoint = embedded.up(states[0], port=0)
+    async with client_of(endpoint) as client:
+        sandbox = await client.run(ARGS)
+        process = await sandbox.start("until [ -e /go ]; do sleep 0.02; done; echo on; exit 7", timeout=60)
+        await sandbox.pause()
+        kill(launcher_of(pid_of(states[0], "edge")))
+        async with client.run(ARGS):
+            pass  # there is a launcher again
+        assert (await sandbox.info()).state is State.PAUSED
+        kill(pid_of(states[0], "edge"))
+        embedded.up(states[0], port=port_of(endpoint))
+        assert (await sandbox.info()).state is State.PAUSED
+        await sandbox.files.write("/go", b"")
+        assert (await sandbox.info()).state is State.RUNNING
+        ended = await process.wait()
+        assert (ended.exit_code, ended.text) == (7, "on\n")
+        await sandbox.pause()
+        kill(pid_of(states[0], "edge"))
+        embedded.up(states[0], port=port_of(endpoint))
+        await sandbox.stop()
+        assert (await sandbox.info()).state is State.STOPPED
+
+
 async def test_a_death_is_told_by_its_name(states: list[Path]) -> None:
     endpoint = embedded.up(states[0], port=0)
     async with client_of(endpoint) as client:

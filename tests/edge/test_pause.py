@@ -154,6 +154,33 @@ async def test_one_that_cannot_be_frozen_runs_on(life: Lifecycle, backend: Freez
     assert await life.ready(sandbox.id) is sandbox
 
 
+async def test_one_of_which_nothing_is_certain_counts_as_paused(life: Lifecycle, backend: Freezer) -> None:
+    sandbox = await running(life)
+    backend.failing = {"freeze", "thaw"}
+    with pytest.raises(Fault):
+        await life.pause(sandbox.id)
+    assert sandbox.state is State.PAUSED
+    backend.failing.clear()
+    assert await life.ready(sandbox.id) is sandbox and backend.calls[-2:].count("thaw") == 1
+
+
+async def test_the_journal_never_calls_a_frozen_one_running(life: Lifecycle, backend: Freezer) -> None:
+    sandbox = await running(life)
+    recorded = []
+
+    async def freeze(id: str) -> None:
+        recorded.append(life.journal.record(id).state)  # type: ignore[union-attr]
+
+    async def thaw(id: str) -> None:
+        recorded.append(life.journal.record(id).state)  # type: ignore[union-attr]
+
+    backend.freeze, backend.thaw = freeze, thaw  # type: ignore[method-assign]
+    await life.pause(sandbox.id)
+    await life.ready(sandbox.id)
+    assert recorded == [State.PAUSED, State.PAUSED]
+    assert life.journal.record(sandbox.id).state is State.RUNNING  # type: ignore[union-attr]
+
+
 async def test_one_that_cannot_be_resumed_can_be_asked_again_and_removed(life: Lifecycle, backend: Freezer) -> None:
     sandbox = await running(life)
     await life.pause(sandbox.id)

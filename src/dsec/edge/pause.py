@@ -133,10 +133,10 @@ class Pauses:
             await self._backend.freeze(sandbox.id)
 
     async def _undo(self, sandbox: Sandbox) -> None:
-        """It runs on; what cannot be undone shows at the next request."""
+        """It runs on. If not even that is certain it counts as paused, and the next request thaws it."""
         with suppress(LauncherFailed):
             await self._backend.thaw(sandbox.id)
-        await self._run_on(sandbox)
+            await self._run_on(sandbox)
 
     async def _give_back(self, sandbox: Sandbox) -> None:
         if sandbox.state is State.PAUSED:
@@ -195,14 +195,10 @@ class Pauses:
             place.free()
 
     async def asleep(self, sandbox: Sandbox) -> None:
-        """After a restart of the edge: makes true what the journal says of it."""
-        if sandbox.state is State.PAUSED:
-            sandbox.fall_asleep()
-            await _tell_clock(sandbox, "clock.stop", wait_s=0.05)
-            await self._backend.freeze(sandbox.id)
-        else:
-            await self._backend.thaw(sandbox.id)
-            await _tell_clock(sandbox, "clock.start")
+        """After a restart of the edge: what the journal calls paused is made so, whatever there still was to do for it."""
+        sandbox.fall_asleep()
+        await _tell_clock(sandbox, "clock.stop", wait_s=0.05)
+        await self._backend.freeze(sandbox.id)
 
 
 class _Place:
