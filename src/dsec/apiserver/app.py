@@ -21,7 +21,7 @@ from .commands import follow
 from .exchange import Exchange, Services, error_response
 from .fleet import Fleet
 from .openapi import document
-from .routes import OPERATIONS, PUBLIC_PATHS, STREAM_PATH, Handler
+from .routes import OPERATIONS, PARAMETERS, PUBLIC_PATHS, STREAM_PATH, Handler
 
 log = structlog.get_logger("dsec.apiserver")
 
@@ -38,7 +38,9 @@ class Endpoint:
         if handler is None:
             await self._refuse(scope, receive, send)
             return
-        response = await handler(Exchange.of(scope, receive, self._services))
+        exchange = Exchange.of(scope, receive, self._services)
+        exchange.only(PARAMETERS[handler])
+        response = await handler(exchange)
         await response(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

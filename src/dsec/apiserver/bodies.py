@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Literal, TypeVar
 
 import msgspec
@@ -9,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, valid_exec_id
-from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo
+from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, Whole
 
 T = TypeVar("T")
 MAX_BURST = 100_000
@@ -27,7 +29,7 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     args: ContainerArgs | list[ContainerArgs] = ContainerArgs()
-    count: int | UnsetType = UNSET
+    count: Whole | UnsetType = UNSET
     timeout: float = 120
     backend: Literal["container"] = "container"
 
@@ -43,7 +45,7 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     exec_id: str = ""
     command: str | list[str] | None = None
     wait_s: float = 25
-    cursor: int = 0
+    cursor: Whole = 0
 
     def params(self) -> dict[str, object]:
         """The link's parameters of `exec`; Fault invalid_request for what no edge need see."""
@@ -56,6 +58,8 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 ErrorKind.INVALID,
                 f"exactly one of argv, line and command is needed, not {' and '.join(given) or 'none'}",
             )
+        if not 0 <= self.wait_s <= MAX_WAIT_S or self.cursor < 0:
+            raise Fault(ErrorKind.INVALID, f"wait_s is not between 0 and {MAX_WAIT_S:g}, or cursor is negative")
         if self.max_output_bytes < 0:
             raise Fault(
                 ErrorKind.INVALID, f"max_output_bytes={self.max_output_bytes} is negative", hint="0 keeps nothing"
@@ -101,7 +105,7 @@ class ChangesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include: globs of paths relative to `/`; empty for everything. max_bytes: of contents carried."""
 
     include: list[str] = []
-    max_bytes: int = 16 * 1024 * 1024
+    max_bytes: Whole = 16 * 1024 * 1024
 
 
 class MoveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,7 +120,7 @@ class MkdirRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """path is base64; mode is permission bits."""
 
     path: bytes
-    mode: int = 0o755
+    mode: Whole = 0o755
     parents: bool = True
     user: str | None = None
 
@@ -124,7 +128,7 @@ class MkdirRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SignalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A signal by name (`TERM` or `SIGTERM`) or number, to the command's process group; KILL ends its whole tree."""
 
-    signal: str | int
+    signal: str | Whole
 
 
 class StopManyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,14 +195,38 @@ class ErrorReply(msgspec.Struct, frozen=True):
 _decoders: dict[object, msgspec.json.Decoder[object]] = {}
 
 
+_STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"\s*(:?)', re.DOTALL)
+_CHECKED = 1024 * 1024  # bytes; a longer body is all data, or a list of many
+
+
+def _no_key_twice(body: bytes) -> None:
+    """Fault when an object of the body, which is JSON, has a key twice: which of them counts is a matter of the reader."""
+    keys = [name for name, colon in _STRING.findall(body) if colon]
+    if len(set(keys)) == len(keys) and b"\\" not in b"".join(keys):
+        return
+    json.loads(body, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Fault(ErrorKind.INVALID, f"the body has {twice[:80]!r} twice in one object")
+    return found
+
+
 def decode_json(body: bytes, kind: type[T]) -> T:
     """JSON to a request type; what is wrong is a Fault that names the field."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
-        return decoder.decode(body or b"{}")  # type: ignore[return-value]
+        found = decoder.decode(body or b"{}")
     except msgspec.ValidationError as error:
         raise Fault(ErrorKind.INVALID, str(error), hint="GET /openapi.json describes every request") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise Fault(ErrorKind.INVALID, f"the body is not JSON: {error}") from error
+    if len(body) <= _CHECKED:
+        _no_key_twice(body)
+    return found  # type: ignore[return-value]

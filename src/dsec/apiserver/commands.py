@@ -39,8 +39,6 @@ class _Pid(msgspec.Struct):
 async def run(x: Exchange) -> Response:
     """Runs a command, or attaches to the one with this exec_id: `ExecReply`."""
     asked = await x.json(ExecRequest, MAX_EXEC_BODY)
-    if not 0 <= asked.wait_s <= MAX_WAIT_S or asked.cursor < 0:
-        raise Fault(ErrorKind.INVALID, f"wait_s is not between 0 and {MAX_WAIT_S:g}, or cursor is negative")
     link = await x.link()
     params = _exec_params(x, asked)
     rest = _split_stdin(params)
@@ -55,8 +53,9 @@ async def run(x: Exchange) -> Response:
 async def start(x: Exchange) -> Response:
     """Starts a detached command and answers with its pid."""
     asked = await x.json(ExecRequest, MAX_EXEC_BODY)
+    own = _exec_params(x, asked)
     link, base, incarnation = await x.target()
-    params = {**_exec_params(x, asked), **base, "detached": True, "follow": False, "cursor": 0}
+    params = {**own, **base, "detached": True, "follow": False, "cursor": 0}
     rest = _split_stdin(params)
     pid = (await link.call("exec", params, _Pid)).pid
     if rest:
@@ -68,7 +67,7 @@ async def poll(x: Exchange) -> Response:
     """Output from `cursor` on and, when it has ended, the end of a command: `ExecReply`, waiting at most `wait_s`."""
     wait_s = x.number("wait_s", 0, high=int(MAX_WAIT_S)) or 0
     link, params, incarnation = await x.target()
-    wake = x.query("wake") not in ("0", "false")
+    wake = x.flag("wake", True)
     attach = {**params, "exec_id": _exec_id(x), "cursor": x.number("cursor", 0), "wake": wake}
     reply = await _gather(await link.open("exec.attach", attach), wait_s)
     return x.reply(reply, incarnation=incarnation)
@@ -108,7 +107,7 @@ async def follow(x: Exchange, socket: WebSocket) -> None:
     """WebSocket: binary messages of u8 channel, u64 LE offset, data; one text message at the end, `{"exit"}` or `{"error"}`."""
     cursor = x.number("cursor", 0) or 0
     link, params, incarnation = await x.target()
-    wake = x.query("wake") not in ("0", "false")
+    wake = x.flag("wake", True)
     stream = await link.open("exec.attach", {**params, "exec_id": _exec_id(x), "cursor": cursor, "wake": wake})
     try:
         await socket.accept(headers=[(INCARNATION.encode(), str(incarnation).encode())])

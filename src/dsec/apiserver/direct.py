@@ -24,7 +24,7 @@ from . import commands, files, sandboxes
 from .app import Entry, told, unforeseen
 from .bulk import Bulk
 from .exchange import Exchange, StreamedReply, error_response
-from .routes import Handler
+from .routes import PARAMETERS, Handler
 
 log = structlog.get_logger("dsec.apiserver")
 
@@ -169,6 +169,7 @@ class DirectProtocol(HttpToolsProtocol):
         try:
             entry.check(asked.headers)
             exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, bytes(asked.body))
+            exchange.only(PARAMETERS[asked.handler])
             response = await asked.handler(exchange)
         except (Fault, asyncio.CancelledError) as error:
             response = error_response(told(error), request_id, asked.path_params.get("id"))
@@ -226,6 +227,7 @@ class DirectProtocol(HttpToolsProtocol):
             entry.check(asked.headers)
             query = asked.url.partition(b"?")[2]
             exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, receive)
+            exchange.only(PARAMETERS[asked.handler])
             response = await asked.handler(exchange)
             await response(scope, receive, send)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
 
 import msgspec
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +30,7 @@ INCARNATION = "x-dsec-incarnation"
 _INCARNATION = INCARNATION.encode()
 MAX_JSON = 1024 * 1024
 MAX_PATH = 4096
+MAX_PARAMETERS = 256  # of a query string
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
 
@@ -79,10 +79,6 @@ class Exchange:
     def sandbox(self) -> str:
         return self.path_param("id")
 
-    @cached_property
-    def query_params(self) -> QueryParams:
-        return QueryParams(self._query_string)
-
     def header(self, name: str) -> str | None:
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
@@ -91,34 +87,55 @@ class Exchange:
         return NDJSON in (self.header("accept") or "")
 
     def query(self, name: str) -> str | None:
-        return self._queried.get(name) if self._query_string else None
+        """A parameter that is there once, or not at all."""
+        values = self.queries(name)
+        return values[0] if values else None
+
+    def only(self, parameters: Mapping[str, bool]) -> None:
+        """Fault invalid_request for other query parameters than these (name: may be repeated), and for one that is there
+        twice: a misspelt one must not be taken for none."""
+        if not self._query_string:
+            return
+        if unknown := self._queried.keys() - parameters:
+            known = ", ".join(sorted(parameters)) or "none here"
+            raise Fault(ErrorKind.INVALID, f"unknown query parameter {min(unknown)[:40]!r}", hint=f"known: {known}")
+        for name, values in self._queried.items():
+            if len(values) > 1 and not parameters[name]:
+                raise Fault(ErrorKind.INVALID, f"query parameter {name} is there {len(values)} times")
+
+    def queries(self, name: str) -> list[str]:
+        """A parameter that may be repeated."""
+        return self._queried.get(name, []) if self._query_string else []
 
     @cached_property
-    def _queried(self) -> dict[str, str]:
-        """As `query_params`, for what is there once."""
-        return dict(parse_qsl(self._query_string.decode("latin-1"), keep_blank_values=True))
+    def _queried(self) -> dict[str, list[str]]:
+        try:
+            text = self._query_string.decode("ascii")
+            return parse_qs(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_PARAMETERS)
+        except ValueError as error:
+            what = "text" if isinstance(error, UnicodeError) else f"at most {MAX_PARAMETERS} parameters"
+            hint = "percent-encode UTF-8; bytes that are none go into path_b64"
+            raise Fault(ErrorKind.INVALID, f"the query string is not {what}", hint=hint) from error
 
     def number(self, name: str, default: int | None = None, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
         text = self.query(name)
-        if text is None or text == "":
+        if text is None:
             return default
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
         if not low <= value <= high:
-            raise Fault(
-                ErrorKind.INVALID, f"query parameter {name}={text[:40]!r} is not a whole number of {low} or more"
-            )
+            span = f"of {low} or more" if high == 2**63 - 1 else f"between {low} and {high}"
+            raise Fault(ErrorKind.INVALID, f"query parameter {name}={text[:40]!r} is not a whole number {span}")
         return value
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         text = self.query(name)
-        if text in (None, "0", "false"):
+        if text is None:
+            return default
+        if text in ("0", "false"):
             return False
-        if text in ("1", "true", ""):
+        if text in ("1", "true"):
             return True
-        raise Fault(ErrorKind.INVALID, f"query parameter {name}={str(text)[:40]!r} is neither true nor false")
+        raise Fault(ErrorKind.INVALID, f"query parameter {name}={text[:40]!r} is neither true nor false")
 
     def file_path(self) -> bytes:
         """`path_b64` (base64 or base64url, any bytes) or `path` (UTF-8)."""
@@ -127,7 +144,7 @@ class Exchange:
             text = self.query("path")
             if text is None:
                 raise Fault(ErrorKind.INVALID, "query parameter path or path_b64 is missing")
-            path = text.encode("utf-8", "surrogateescape")
+            path = text.encode()
         else:
             try:
                 path = base64.b64decode(
@@ -179,7 +196,7 @@ class Exchange:
         value = self._headers.get(_INCARNATION)
         if value is None:
             return None
-        if not value.isdigit():
+        if not (value.isdigit() and len(value) < 20):
             text = value.decode("latin-1")
             raise Fault(ErrorKind.INVALID, f"header {INCARNATION}: {text[:40]!r} is not a whole number")
         return int(value)

@@ -98,7 +98,7 @@ async def _whole_frames(parts: AsyncIterator[bytes]) -> AsyncIterator[list[memor
 
 async def stat(x: Exchange) -> Response:
     path = x.file_path()
-    follow = x.query("follow") not in ("0", "false")
+    follow = x.flag("follow", True)
     link, params, incarnation = await x.target()
     request = {**params, "path": path, "follow": follow, "user": x.query("user")}
     return x.reply(await link.call("fs.stat", request, FileInfo), incarnation=incarnation)

@@ -12,7 +12,7 @@ from dsec.protocol.specs import ExecDone
 
 from .bodies import ErrorReply
 from .exchange import JSON, NDJSON
-from .routes import OPERATIONS, STREAM_PATH, Operation, Param
+from .routes import OPERATIONS, SANDBOX, STREAM_PATH, Operation, Param
 
 Json = dict[str, object]
 _REF = "#/components/schemas/{name}"
@@ -39,9 +39,7 @@ def document(version: str) -> bytes:
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "responses": {
-                "error": _content("An error; `kind` is one of a closed set", {JSON: by_type[repr(ErrorReply)]})
-            },
+            "responses": {name: _content(text, {JSON: by_type[repr(ErrorReply)]}) for name, text in _errors()},
         },
     }
     return msgspec.json.format(msgspec.json.encode(whole, order="sorted"), indent=1) + b"\n"
@@ -69,15 +67,45 @@ def _operation(operation: Operation, by_type: dict[str, Json]) -> Json:
         "parameters": [*_path_params(operation.path), *(_query(param) for param in operation.params)],
         "responses": {
             str(operation.status): _content("Done", _answers(operation, by_type)),
-            "default": {"$ref": "#/components/responses/error"},
+            **_refusals(operation.path),
         },
     }
     if operation.request is not None:
         media, schema = _media(operation.request, by_type)
-        found["requestBody"] = {"required": True, "content": {media: {"schema": schema}}}
+        found["requestBody"] = {"required": _needs_body(operation.request), "content": {media: {"schema": schema}}}
     if operation.public:
         found["security"] = []
     return found
+
+
+_METHOD_NOT_ALLOWED = 405
+_OF_SANDBOXES = frozenset((409, 410, 507))  # what only a sandbox, its files and its end can answer
+
+
+def _errors() -> list[tuple[str, str]]:
+    """Name and text of every answer that says no: the statuses of the closed set of kinds."""
+    by_status: dict[int, list[str]] = {_METHOD_NOT_ALLOWED: [f"{ErrorKind.INVALID.value} (no such method here)"]}
+    for kind, status in STATUS.items():
+        by_status.setdefault(status, []).append(kind.value)
+    return [(f"error{status}", f"An error of kind {' or '.join(kinds)}") for status, kinds in sorted(by_status.items())]
+
+
+def _refusals(path: str) -> dict[str, Json]:
+    statuses = {_METHOD_NOT_ALLOWED, *STATUS.values()}
+    if not path.startswith(SANDBOX):
+        statuses -= _OF_SANDBOXES
+    return {str(status): {"$ref": f"#/components/responses/error{status}"} for status in sorted(statuses)}
+
+
+def _needs_body(kind: object) -> bool:
+    """No body is an empty one: no bytes, or an object without fields where that is something to ask for."""
+    if isinstance(kind, str):
+        return False
+    try:
+        msgspec.json.decode(b"{}", type=kind)
+    except msgspec.ValidationError:
+        return True
+    return False
 
 
 def _answers(operation: Operation, by_type: dict[str, Json]) -> dict[str, object]:
@@ -122,7 +150,7 @@ def _stream_operation(by_type: dict[str, Json]) -> Json:
         "responses": {
             "101": {"description": "Switching to WebSocket"},
             "200": _content("The text message at the end", {JSON: {"properties": {"exit": by_type[repr(ExecDone)]}}}),
-            "default": {"$ref": "#/components/responses/error"},
+            **_refusals(STREAM_PATH),
         },
     }
 

@@ -9,13 +9,20 @@ from typing import TypeVar
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import Data, LinkStream, RecordReader
+from dsec.protocol.link import MAX_RECORD, Data, LinkStream, RecordReader
+from dsec.protocol.specs import Change
 
 from .exchange import encode, error_line
 
 T = TypeVar("T")
 SILENCE_S = 15.0  # shorter than any client or proxy waits
 MAX_COLLECTED = 64 * 1024 * 1024
+MAX_CHANGE = 257 * 1024 * 1024  # what the edge lets a set of changes carry, and a path
+
+
+def _limit(kind: type) -> int:
+    """Bytes of one record: a change carries the contents of a whole file."""
+    return MAX_CHANGE if kind is Change else MAX_RECORD
 
 
 class ListReply(msgspec.Struct, frozen=True):
@@ -27,7 +34,7 @@ class ListReply(msgspec.Struct, frozen=True):
 
 async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply]:
     """Every record at once. Fault too_large beyond 64 MiB."""
-    reader = RecordReader(kind)
+    reader = RecordReader(kind, _limit(kind))
     found: list[T] = []
     size = 0
     try:
@@ -51,7 +58,7 @@ async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply
 
 async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
     """NDJSON: a line each, then `{"end": ListReply}` or `{"error": ...}`, so that a cut answer is never taken for a whole one."""
-    reader = RecordReader(kind)
+    reader = RecordReader(kind, _limit(kind))
     count = 0
     try:
         async for item in stream:

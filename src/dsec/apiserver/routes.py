@@ -121,3 +121,4 @@ OPERATIONS: tuple[Operation, ...] = (
 
 STREAM_PATH = f"{SANDBOX}/processes/{{exec_id}}/stream"
 PUBLIC_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.public)
+PARAMETERS = {op.handler: {param.name: param.repeated for param in op.params} for op in OPERATIONS}

@@ -98,8 +98,8 @@ async def listing(x: Exchange) -> Response:
     """Sandboxes of every edge; `label=k=v` (repeatable, all must hold) and `state=` (repeatable, any may hold)."""
     params = {
         "request_id": x.request_id,
-        "labels": _label_filter(x.query_params.getlist("label")),
-        "states": _state_filter(x.query_params.getlist("state")) or None,
+        "labels": _label_filter(x.queries("label")),
+        "states": _state_filter(x.queries("state")) or None,
     }
     streams = [await link.open("sandbox.list", params) for link in await x.services.fleet.links()]
     answers = await asyncio.gather(*(collect(stream, SandboxInfo) for stream in streams))
@@ -139,8 +139,9 @@ async def info(x: Exchange) -> Response:
 
 async def stop(x: Exchange) -> Response:
     """Idempotent; answered when it is gone unless `wait=0`."""
+    wait = x.flag("wait", True)
     link, params, incarnation = await x.target()
-    await link.call("sandbox.stop", {**params, "wait": x.query("wait") not in ("0", "false")})
+    await link.call("sandbox.stop", {**params, "wait": wait})
     return x.reply(Done(), incarnation=incarnation)
 
 

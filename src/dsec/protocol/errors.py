@@ -78,6 +78,14 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str | int | float | dict[str, int]] = {}
 
 
+def sendable(text: str) -> str:
+    """The text, with what no encoding carries (the lone surrogates of undecodable file names) written out as `\\udcff`.
+
+    An error that could not be sent would be one that nobody is ever told.
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 class Fault(Exception):
     """An error with a kind, raised by servers; crosses every boundary unchanged as an `ErrorBody`."""
 
@@ -90,8 +98,10 @@ class Fault(Exception):
         retryable: bool = False,
         **details: str | int | float | dict[str, int],
     ) -> None:
+        message = sendable(message)
         super().__init__(message)
-        self.body = ErrorBody(kind=kind, message=message, hint=hint, retryable=retryable, details=details)
+        details = {name: sendable(value) if isinstance(value, str) else value for name, value in details.items()}
+        self.body = ErrorBody(kind=kind, message=message, hint=sendable(hint), retryable=retryable, details=details)
 
     @classmethod
     def from_body(cls, body: ErrorBody) -> Fault:

@@ -69,18 +69,26 @@ def pack_record(value: object) -> bytes:
     return len(payload).to_bytes(_U32, "little") + payload
 
 
-class RecordReader(Generic[T]):
-    """Cuts a byte stream into records of one type, however it was split."""
+MAX_RECORD = 1024 * 1024
 
-    def __init__(self, kind: type[T]) -> None:
+
+class RecordReader(Generic[T]):
+    """Cuts a byte stream into records of one type, however it was split. Fault invalid_request for one of more than `limit`
+    bytes as soon as its length is there: what is kept of a stream is at most one record."""
+
+    def __init__(self, kind: type[T], limit: int = MAX_RECORD) -> None:
         self._kind = kind
+        self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
         self._buffer += data
         position = 0
         while len(self._buffer) - position >= _U32:
-            end = position + _U32 + int.from_bytes(self._buffer[position : position + _U32], "little")
+            size = int.from_bytes(self._buffer[position : position + _U32], "little")
+            if size > self._limit:
+                raise Fault(ErrorKind.INVALID, f"malformed stream: a record of {size} bytes is over {self._limit}")
+            end = position + _U32 + size
             if end > len(self._buffer):
                 break
             yield decode(bytes(self._buffer[position + _U32 : end]), self._kind)
@@ -787,8 +795,8 @@ class _ServerConnection(_Connection):
             return
         except Exception as error:  # noqa: BLE001 - the outermost loop of a request: the peer gets an answer, the log the cause
             self._server.on_error(call.method, error)
-            body = ErrorBody(kind=ErrorKind.INTERNAL, message=f"{call.method}: {type(error).__name__}: {error}")
-            kind, payload = FrameType.ERROR, _encoder.encode(body)
+            defect = Fault(ErrorKind.INTERNAL, f"{call.method}: {type(error).__name__}: {error}"[:4096])
+            kind, payload = FrameType.ERROR, _encoder.encode(defect.body)
         finally:
             self._tasks.pop(flow.id, None)
         if self.flows.pop(flow.id, None) is not None:

@@ -6,9 +6,13 @@ JSON (HTTP) and msgpack (link) encodings are msgspec's own for these types; `byt
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+Whole = Annotated[
+    int, msgspec.Meta(ge=-(2**53), le=2**53)
+]  # what every JSON reader holds exactly; ranges proper are checked later
 
 
 class State(str, Enum):
@@ -42,9 +46,9 @@ class Reason(str, Enum):
 class _ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...] = ()
     cpu_cores_limit: float = 1
-    memory_limit_mb: int = 1024
-    disk_limit_mb: int = 4096
-    pids_limit: int = 512
+    memory_limit_mb: Whole = 1024
+    disk_limit_mb: Whole = 4096
+    pids_limit: Whole = 512
     ttl_running_stop: float | None = 1800
     ttl_total: float | None = None
     network_rules: dict[str, bool] = {}
@@ -153,7 +157,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     stdin_open: bool = False
     timeout: float | None = 600
     idle_timeout: float | None = None
-    max_output_bytes: int = 16 * 1024 * 1024
+    max_output_bytes: Whole = 16 * 1024 * 1024
     merge_stderr: bool = False
     detached: bool = False
 
