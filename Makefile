@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 SEED ?= 1
-POINTS ?= 200
+POINTS ?= 240
 
 .PHONY: setup base demo test test-unit chaos lint format bench openapi lock clean
 

@@ -62,12 +62,20 @@ class Summary(msgspec.Struct):
         return not (self.orphans or self.lost or self.doubled or self.wrong_codes or self.empty_cells)
 
 
+def _is_there(cell: Cell) -> bool:
+    """A sandbox has an aether from the end of its launch to the end of its teardown; the others are always there."""
+    unborn = ("create.mount before", "create.mount after", "create.launch before")
+    gone = ("remove.teardown after", "remove.ended before", "remove.ended after")
+    return cell.process != "aether" or f"{cell.step} {cell.when}" not in (*unborn, *gone)
+
+
 CELLS = [
-    Cell(process, operation, step, when)
+    cell
     for process in PROCESSES
     for operation, steps in STEPS.items()
     for step in steps
     for when in ("before", "after")
+    if _is_there(cell := Cell(process, operation, step, when))
 ]
 
 
@@ -136,8 +144,6 @@ class Chaos:
     def _book(self, number: int, cell: Cell, verdict: Verdict) -> None:
         if self._trap.killed:
             self.hits[cell] += 1
-        elif cell.process == "aether" and cell.operation == "create" and cell.step != "create.journal":
-            self.hits[cell] += 1  # there is none yet
         else:
             self._say(number, cell, "nobody was hit" if self._trap.hit else "the step was never taken")
         if verdict.died and cell.process != "aether":
@@ -212,8 +218,11 @@ def _table(hits: Counter[Cell]) -> Table:
     for operation, steps in STEPS.items():
         for step in steps:
             for when in ("before", "after"):
-                counts = [hits[Cell(process, operation, step, when)] for process in PROCESSES]
-                table.add_row(f"{operation}: {when} {step}", *(str(count) if count else "[red]0" for count in counts))
+                cells = [Cell(process, operation, step, when) for process in PROCESSES]
+                counts = [
+                    ("[red]0" if not hits[cell] else str(hits[cell])) if _is_there(cell) else "" for cell in cells
+                ]
+                table.add_row(f"{operation}: {when} {step}", *counts)
     return table
 
 
