@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import http.server
 import os
+import select
+import shutil
 import signal
+import subprocess
+import tempfile
 import threading
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +23,7 @@ import pytest
 import dsec
 from dsec import DSecClient, DSecContainerRunArgs, Mirror, MirrorKind, Sandbox
 from dsec.cluster import embedded
+from tests.edge.proxy.certificates import Authority
 
 from .conftest import BASE
 
@@ -75,10 +81,83 @@ def make_index(root: Path) -> None:
     )
 
 
+def make_archive(root: Path, work: Path) -> None:
+    """An apt repository with one package."""
+    package = work / "tinydeb"
+    (package / "DEBIAN").mkdir(parents=True)
+    (package / "usr" / "share").mkdir(parents=True)
+    (package / "usr" / "share" / "tinydeb").write_text("from the mirror\n")
+    control = (
+        "Package: tinydeb\nVersion: 1.0\nArchitecture: all\nMaintainer: Test <test@example.org>\nDescription: test\n"
+    )
+    (package / "DEBIAN" / "control").write_text(control)
+    (root / "pool").mkdir(parents=True)
+    deb = root / "pool" / "tinydeb_1.0_all.deb"
+    subprocess.run(
+        ["dpkg-deb", "--build", "--root-owner-group", str(package), str(deb)], check=True, capture_output=True
+    )
+    lists = root / "dists" / "stable" / "main" / "binary-amd64"
+    lists.mkdir(parents=True)
+    digest = hashlib.sha256(deb.read_bytes()).hexdigest()
+    index = f"{control}Filename: pool/{deb.name}\nSize: {deb.stat().st_size}\nSHA256: {digest}\n\n".encode()
+    (lists / "Packages").write_bytes(index)
+    (root / "dists" / "stable" / "Release").write_text(
+        "Suite: stable\nCodename: stable\nArchitectures: amd64\nComponents: main\nDate: Sat, 01 Nov 2025 00:00:00 UTC\n"
+        f"SHA256:\n {hashlib.sha256(index).hexdigest()} {len(index)} main/binary-amd64/Packages\n"
+    )
+
+
+@pytest.fixture(scope="module")
+async def streams(nothing_is_left: None) -> AsyncIterator[tuple[int, int]]:
+    """Ports of a server that begins to answer and waits, and of one that sends without end."""
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nbegun\n")
+        await reader.read()
+        writer.close()
+
+    async def big(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n")
+            while True:
+                writer.write(bytes(65536))
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            writer.close()
+
+    servers = [await asyncio.start_server(one, "127.0.0.1", 0) for one in (slow, big)]
+    yield servers[0].sockets[0].getsockname()[1], servers[1].sockets[0].getsockname()[1]
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+async def tls_site(authority: Authority, nothing_is_left: None) -> AsyncIterator[int]:
+    async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 14\r\nConnection: close\r\n\r\nhello over TLS")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(hello, "127.0.0.1", 0, ssl=authority.server("git.corp"))
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     root = tmp_path_factory.mktemp("site")
     make_index(root)
+    make_archive(root / "debian", tmp_path_factory.mktemp("deb"))
+    (root / "registry").mkdir()
+    (root / "registry" / "left-pad").write_text('{"name": "left-pad"}\n')
     (root / "secret").write_text("outside the mirror")
     site = Site(root)
     with serving(site):
@@ -86,7 +165,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def node(site: Site, nothing_is_left: None) -> Iterator[embedded.Endpoint]:
+def node(site: Site, streams: tuple[int, int], tls_site: int, nothing_is_left: None) -> Iterator[embedded.Endpoint]:
     mirrors = (
         Mirror(
             name="pypi",
@@ -95,6 +174,11 @@ def node(site: Site, nothing_is_left: None) -> Iterator[embedded.Endpoint]:
             headers={"X-Token": "the-operators-secret"},
         ),
         Mirror(name="npm", kind=MirrorKind.NPM, url=f"{site.url}/npm/"),
+        Mirror(name="registry", kind=MirrorKind.NPM, url=f"{site.url}/registry/"),
+        Mirror(name="debian", kind=MirrorKind.APT, url=f"{site.url}/debian/", suites=("stable",), trusted=True),
+        Mirror(name="slow", url=f"http://127.0.0.1:{streams[0]}/"),
+        Mirror(name="big", url=f"http://127.0.0.1:{streams[1]}/"),
+        Mirror(name="git.corp", kind=MirrorKind.TUNNEL, url=f"https://127.0.0.1:{tls_site}"),
     )
     with embedded.private(mirrors=mirrors) as endpoint:
         yield endpoint
@@ -161,7 +245,9 @@ async def test_info_and_logs_tell_the_truth(sandbox: Sandbox, client: DSecClient
         and "no mirror named 'nosuch'" in network.enforced["nosuch"]
     )
     assert any(line.startswith("network: denied npm") for line in [line async for line in sandbox.logs()])
-    assert (await client.capabilities()).mirrors == {"pypi": "pypi", "npm": "npm"}
+    assert (await client.capabilities()).mirrors == {
+        "pypi": "pypi", "npm": "npm", "registry": "npm", "debian": "apt", "slow": "http", "big": "http", "git.corp": "tunnel",
+    }  # fmt: skip
 
 
 async def test_rules_change_at_run_time(client: DSecClient) -> None:
@@ -239,13 +325,134 @@ async def test_the_platform_is_out_of_reach(sandbox: Sandbox, client: DSecClient
         assert not result.ok and result.timed_out is None and result.duration_s < 5, line
 
 
+async def test_connections_of_a_rule_that_goes_are_cut(client: DSecClient, site: Site) -> None:
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules={"slow": True, "pypi": True})) as sandbox:
+        command = await sandbox.start("curl -sSN http://slow/; echo ended $?", merge_stderr=True)
+        events = command.events()
+        first = await anext(events)
+        assert isinstance(first, dsec.Stdout) and first.data.startswith(b"begun")
+        await sandbox.set_network({"pypi": True})
+        result = await command.wait()
+        assert "ended 18" in result.text or "ended 56" in result.text, result.text
+        assert "403 Denied" in (await curl(sandbox, "http://slow/"))[0]
+        assert "200 OK" in (await curl(sandbox, "http://pypi/repo/simple/tinyone/"))[0]
+
+
+async def test_stalled_connections_hold_up_nothing_else(client: DSecClient) -> None:
+    """Downloads that nobody reads fill their own credit: commands, files and other sandboxes go on."""
+    rules = {"big": True, "pypi": True}
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules=rules)) as sandbox:
+        line = "for i in $(seq 40); do (curl -s --noproxy '' http://big/ | sleep 60) & done; wait"
+        await sandbox.start(line)
+        async with client.run_container(DSecContainerRunArgs(BASE, network_rules=rules)) as other:
+            assert "200 OK" in (await curl(other, "http://pypi/repo/simple/tinyone/"))[0]
+            for _ in range(3):
+                await sandbox.files.write("/tmp/file", bytes(8 << 20))
+                assert len(await sandbox.files.read("/tmp/file")) == 8 << 20
+                assert "200 OK" in (await curl(other, "http://pypi/repo/simple/tinyone/"))[0]
+
+
+async def test_apt_finds_its_mirror(client: DSecClient) -> None:
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules={"debian": True})) as sandbox:
+        result = await sandbox.run_shell(
+            "apt-get update && apt-get install -y tinydeb && cat /usr/share/tinydeb", merge_stderr=True
+        )
+        assert result.ok and result.text.endswith("from the mirror\n"), result.text
+        await sandbox.set_network({"pypi": True})
+        result = await sandbox.run_shell("apt-get update; ls /etc/apt/sources.list.d", merge_stderr=True)
+        assert "dsec" not in result.text
+
+
+async def test_npm_asks_its_registry_by_the_same_settings(client: DSecClient) -> None:
+    """What npm does with its settings: a request of the registry's URL through the proxy."""
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules={"registry": True})) as sandbox:
+        line = """curl -sS "$npm_config_registry"left-pad; . /etc/npmrc; curl -sS -x "$proxy" "$registry"left-pad"""
+        assert (await sandbox.run_shell(line)).text == '{"name": "left-pad"}\n' * 2
+
+
+async def test_https_end_to_end(client: DSecClient, authority: Authority) -> None:
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules={"git.corp": True})) as sandbox:
+        await sandbox.files.write("/ca.pem", authority.pem.read_text())
+        text, _ = await curl(sandbox, "--cacert", "/ca.pem", "https://git.corp/hello")
+        assert text.startswith("HTTP/1.1 200 Connection established") and text.endswith("hello over TLS")
+        for other in ("pypi.org", "other.corp"):  # another name in TLS than in CONNECT
+            line = f"openssl s_client -proxy 127.0.0.1:18080 -connect git.corp:443 -servername {other} </dev/null 2>&1"
+            result = await sandbox.run_shell(f"command -v openssl >/dev/null && {line} || echo none")
+            assert "access denied" in result.text or result.text.endswith("none\n"), result.text
+        spoofed = await sandbox.run_shell(FORGED_SNI)
+        assert spoofed.text == "refused\n", spoofed.text + spoofed.stderr_text
+        assert any("SNI" in line for line in [line async for line in sandbox.logs()])
+
+
+FORGED_SNI = """python3 - <<'END'
+import socket, ssl
+raw = socket.create_connection(("127.0.0.1", 18080))
+raw.sendall(b"CONNECT git.corp:443 HTTP/1.1\\r\\nHost: git.corp:443\\r\\n\\r\\n")
+assert b" 200 " in raw.recv(1000)
+try:
+    ssl.create_default_context(cafile="/ca.pem").wrap_socket(raw, server_hostname="other.corp")
+except ssl.SSLError as error:
+    print("refused" if "ACCESS_DENIED" in str(error) else error)
+END"""
+
+
+async def test_a_restarted_edge_enforces_the_same(site: Site) -> None:
+    """What runs inside goes on asking, and is answered by the rules of before, without a new command."""
+    state = Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp"))
+    try:
+        endpoint = embedded.up(state, port=0, mirrors={"pypi": f"{site.url}/repo/simple/"})
+        async with DSecClient(endpoint.url, Path(endpoint.key_file).read_text().strip()) as client:
+            sandbox = await client.run(DSecContainerRunArgs(BASE, network_rules={"npm": True}))
+            told = await sandbox.set_network({"pypi": True, "example.com": False})
+            ask = "curl -s -o /dev/null -w '%{http_code}' $1"
+            await sandbox.start(
+                f"ask() {{ {ask}; }}; while :; do echo $(ask $PIP_INDEX_URL/tinyone/) $(ask http://example.com/) >/tmp/new;"
+                " mv /tmp/new /tmp/last; sleep 0.05; done"
+            )
+            await until(lambda: last_is(sandbox, "200 403"))
+            edge = next(process.pid for process in embedded.status(state).processes if process.role == "edge")
+            kill(edge)
+            await sandbox_says_itself(state, endpoint)
+            await sandbox.files.remove("/tmp/last")
+            await until(lambda: last_is(sandbox, "200 403"))
+            assert (await sandbox.info()).network == told
+            changed = await sandbox.changes(include=("etc/**", "etc", "usr", "usr/**"))
+            assert changed.changes == ()
+    finally:
+        embedded.down(state)
+        shutil.rmtree(state)
+
+
+async def sandbox_says_itself(state: Path, endpoint: embedded.Endpoint) -> None:
+    await asyncio.to_thread(embedded.up, state, port=int(endpoint.url.rpartition(":")[2]))
+
+
+async def last_is(sandbox: Sandbox, text: str) -> bool:
+    try:
+        return await sandbox.files.read_text("/tmp/last") == text + "\n"
+    except FileNotFoundError:
+        return False
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await holds():
+            await asyncio.sleep(0.05)
+
+
+def kill(pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert select.select([pidfd], [], [], 20)[0]
+    finally:
+        os.close(pidfd)
+
+
 async def test_a_killed_proxy_is_replaced(sandbox: Sandbox, node: embedded.Endpoint) -> None:
     assert "200 OK" in (await curl(sandbox, "http://pypi/repo/simple/tinyone/"))[0]
     pid = proxy_of(node)
-    pidfd = os.pidfd_open(pid)
-    assert proxy_of(node) == pid, "not somebody else by now"
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    os.close(pidfd)
+    kill(pid)
     assert (
         "200 OK" in (await curl(sandbox, "--retry", "3", "--retry-all-errors", "http://pypi/repo/simple/tinyone/"))[0]
     )
