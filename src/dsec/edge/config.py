@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from pathlib import Path
 
 import msgspec
 
+from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.mirrors import Mirror, mirrors_of
 
 DEFAULT_MAX_SANDBOXES = 4096
@@ -38,7 +40,10 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
         default = self.state / "mirrors.toml"
         if self.mirrors is None and not default.exists():
             return ()
-        return mirrors_of(self.mirrors or default)
+        mirrors = mirrors_of(self.mirrors or default)
+        for mirror in mirrors:
+            _check_authorities(mirror)
+        return mirrors
 
     def uppers_argument(self) -> str:
         """The launcher's --uppers: an image of most of the free space (sparse), or a plain directory."""
@@ -50,6 +55,16 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
         stat = os.statvfs(self.state)
         size = int(stat.f_bavail * stat.f_frsize * UPPERS_SHARE)
         return f"btrfs:{image}:{size - size % (1 << 20)}"
+
+
+def _check_authorities(mirror: Mirror) -> None:
+    """The file can be read and holds certificates: said now, not when the first sandbox asks."""
+    if mirror.ca:
+        try:
+            ssl.create_default_context(cafile=mirror.ca)
+        except (OSError, ssl.SSLError) as error:
+            raise Fault(ErrorKind.INVALID, f"mirror {mirror.name}: ca {mirror.ca}: {error}",
+                        hint="give a PEM file with the authorities of the upstream's certificate") from error  # fmt: skip
 
 
 def from_arguments(argv: list[str]) -> EdgeConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from .proxy.setup import Setup
 
 _START_S = 20.0
 _STOP_S = 3.0
+_AGAIN_S = 0.5
+"""Between two starts: one that ends whenever it is used must not keep the node busy."""
 _log = structlog.get_logger("edge")
 
 
@@ -32,6 +35,7 @@ class Gate:
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._closed = False
+        self._not_before = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -44,6 +48,9 @@ class Gate:
             return
         async with self._starting:
             if self.pid is None:
+                if time.monotonic() < self._not_before:
+                    raise Fault(ErrorKind.INTERNAL, "the network proxy does not start", hint="see the edge's log")
+                self._not_before = time.monotonic() + _AGAIN_S
                 await self._start()
 
     async def _start(self) -> None:

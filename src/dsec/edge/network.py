@@ -32,6 +32,11 @@ from .sandbox import Sandbox
 
 _LINGER_S = 2.0
 _RETRY_S = (0.05, 0.2, 1.0, 5.0)
+_UNAVAILABLE = (
+    b"HTTP/1.1 503 The network proxy of this node is not available\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 69\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+    b"DSec: the network proxy of this node is not available; try again soon"
+)
 _REMEMBERED = 64  # different decisions counted of a sandbox
 _MAX_LINES = 100  # of a sandbox's log, which has room for more of its life
 _NONE = Network(mode="none", rules={}, enforced={})
@@ -219,6 +224,10 @@ class _Attached:
                 outside = await self._way.serve()
             except Fault as fault:
                 _log.error("no way to the network proxy", sandbox=self._sandbox.id, error=fault.body.message)
+                with suppress(Fault):
+                    await inside.write(_UNAVAILABLE)
+                    await inside.end()
+                    await _drained(inside)
                 return
             outwards = asyncio.create_task(_outwards(inside, outside))
             try:
@@ -240,6 +249,14 @@ class _Attached:
             else:
                 self._decisions.add(decode(item.payload, Verdict))
         await outside.result()
+
+
+async def _drained(inside: Duplex) -> None:
+    """Until the other side has ended too; not for long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while await inside.read():
+                pass
 
 
 async def _outwards(inside: Duplex, outside: LinkStream) -> None:

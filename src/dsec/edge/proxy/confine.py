@@ -13,6 +13,7 @@ import struct
 from dsec.protocol.privilege import keep_capabilities
 
 NOBODY = 65534
+_MEMORY = 4 << 30
 _CAP_SETGID, _CAP_SETUID = 6, 7
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 4, 22, 38, 2
 _ARCH_X86_64 = 0xC000003E
@@ -38,6 +39,7 @@ def confine() -> None:
     if len(os.listdir("/proc/self/task")) != 1:
         raise OSError("a thread was started before privilege was given up: it would keep it")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     if os.geteuid() == 0:
         keep_capabilities((_CAP_SETGID, _CAP_SETUID))
         os.setgroups([])
