@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"protocol"},
     "backends": {"layers", "protocol"},
     "edge": {"backends", "layers", "protocol"},
-    "cluster": {"protocol"},
+    "cluster": {"backends", "protocol"},
     "integrations": {""},
     "demo": {"sdk", "layers", "cluster", "protocol", "backends", ""},
     "cli": {"sdk", "layers", "cluster", "protocol", "demo", "backends", "sync", ""},

@@ -8,14 +8,17 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dsec import DSecClient, DSecContainerRunArgs, Sandbox, SandboxUnavailable, State
+from dsec import DSecClient, DSecContainerRunArgs, Exit, Process, Sandbox, SandboxUnavailable, State
 from dsec.cluster import embedded
 from dsec.protocol.errors import ErrorKind, Fault
 
@@ -88,10 +91,6 @@ def aether_of(state: Path, sandbox: Sandbox) -> int:
     return int(os.readlink(embedded.run_dir(state) / "sb" / f"{sandbox.id}.sock").split(".")[2])
 
 
-def port_of(endpoint: embedded.Endpoint) -> int:
-    return int(endpoint.url.rpartition(":")[2])
-
-
 async def until_started(sandbox: Sandbox) -> None:
     async with asyncio.timeout(DEADLINE):
         while not [one for one in await sandbox.processes() if one.running and b"sleep" in b" ".join(one.argv)]:
@@ -143,16 +142,15 @@ async def test_sandboxes_outlive_the_launcher_and_the_zygote(states: list[Path])
 
 async def test_sandboxes_and_commands_outlive_the_edge(states: list[Path]) -> None:
     args = DSecContainerRunArgs(container_image=BASE, labels={"job": "j"}, idempotency_key="key")
-    endpoint = embedded.up(states[0], port=0)
-    async with client_of(endpoint) as client:
+    async with client_of(embedded.up(states[0], port=0)) as client:
         sandbox = await client.run(args)
         process = await sandbox.start("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done; exit 7")
         running = asyncio.create_task(sandbox.run_shell("echo begun; sleep 1; echo on; exit 3"))
         await until_started(sandbox)
         before = await sandbox.info()
         kill(pid_of(states[0], "edge"))
-        embedded.up(states[0], port=port_of(endpoint))
-        assert await sandbox.info() == msgspec.structs.replace(before, usage=(await sandbox.info()).usage)
+        after = await sandbox.info()
+        assert msgspec.structs.replace(after, usage=before.usage) == before
         ended = await running
         assert (ended.exit_code, ended.text) == (3, "begun\non\n")
         assert ((await process.wait()).exit_code, (await process.wait()).text) == (7, "1\n2\n3\n4\n5\n6\n")
@@ -171,7 +169,6 @@ async def test_a_paused_sandbox_stays_so_whoever_dies(states: list[Path]) -> Non
             pass  # there is a launcher again
         assert (await sandbox.info()).state is State.PAUSED
         kill(pid_of(states[0], "edge"))
-        embedded.up(states[0], port=port_of(endpoint))
         assert (await sandbox.info()).state is State.PAUSED
         await sandbox.files.write("/go", b"")
         assert (await sandbox.info()).state is State.RUNNING
@@ -179,14 +176,12 @@ async def test_a_paused_sandbox_stays_so_whoever_dies(states: list[Path]) -> Non
         assert (ended.exit_code, ended.text) == (7, "on\n")
         await sandbox.pause()
         kill(pid_of(states[0], "edge"))
-        embedded.up(states[0], port=port_of(endpoint))
         await sandbox.stop()
         assert (await sandbox.info()).state is State.STOPPED
 
 
 async def test_a_death_is_told_by_its_name(states: list[Path]) -> None:
-    endpoint = embedded.up(states[0], port=0)
-    async with client_of(endpoint) as client:
+    async with client_of(embedded.up(states[0], port=0)) as client:
         one, other = await client.run(ARGS), await client.run(ARGS)
         running = asyncio.create_task(one.run_shell("sleep 60"))
         await until_started(one)
@@ -197,11 +192,107 @@ async def test_a_death_is_told_by_its_name(states: list[Path]) -> None:
         aether = aether_of(states[0], other)
         kill(pid_of(states[0], "edge"))
         kill(aether)
-        embedded.up(states[0], port=port_of(endpoint))
         with pytest.raises(SandboxUnavailable) as caught:
             await other.run_shell("true")
         assert caught.value.reason == "agent_lost"
         assert (await other.info()).state is State.STOPPED
+
+
+async def test_clients_ride_through_the_restart_of_apiserver_and_edge(states: list[Path]) -> None:
+    async with client_of(embedded.up(states[0], port=0)) as client:
+        sandbox = await client.run(ARGS)
+        for victim in ("apiserver", "edge"):
+            streaming = asyncio.create_task(all_of(await sandbox.start("seq 1 20000; sleep 1; seq 1 20000; exit 9")))
+            running = asyncio.create_task(sandbox.run_shell("echo x >> /once; sleep 1; wc -l < /once; exit 4"))
+            await until_started(sandbox)
+            kill(pid_of(states[0], victim))
+            making = asyncio.ensure_future(client.run(ARGS))
+            await sandbox.files.write("/file", victim)
+            assert await sandbox.files.read_text("/file") == victim
+            ended = await running
+            assert (ended.exit_code, ended.text) == (4, "1\n"), "it ran once"
+            assert await streaming == (9, 2 * b"".join(b"%d\n" % n for n in range(1, 20_001)))
+            await (await making).stop()
+            await sandbox.files.remove("/once")
+
+
+async def all_of(process: Process) -> tuple[int, bytes]:
+    """Exit code and standard output, as they stream."""
+    seen = b""
+    async for event in process.events():
+        if isinstance(event, Exit):
+            return event.result.exit_code, seen
+        seen += event.data
+    raise AssertionError("no end")
+
+
+async def test_the_death_of_the_supervisor_ends_nothing_and_the_next_up_takes_over(states: list[Path]) -> None:
+    endpoint = embedded.up(states[0], port=0)
+    async with client_of(endpoint) as client:
+        sandbox = await client.run(ARGS)
+        supervisor = embedded.status(states[0]).supervisor
+        assert supervisor is not None
+        kill(supervisor)
+        assert embedded.status(states[0]).running and embedded.status(states[0]).supervisor is None
+        assert (await sandbox.run_shell("echo on")).text == "on\n"
+        edge = pid_of(states[0], "edge")
+        assert embedded.up(states[0], port=0) == endpoint, "clients know where it answers"
+        assert pid_of(states[0], "edge") == edge
+        kill(edge)
+        assert (await sandbox.run_shell("echo on")).text == "on\n"
+        assert pid_of(states[0], "edge") != edge
+
+
+def test_nothing_leaks_when_all_die_at_once(states: list[Path]) -> None:
+    async def begin() -> None:
+        async with client_of(embedded.up(states[0], port=0)) as client:
+            await client.run(ARGS)
+
+    asyncio.run(begin())
+    supervisor = embedded.status(states[0]).supervisor
+    assert supervisor is not None
+    edge = pid_of(states[0], "edge")
+    for pid in (supervisor, launcher_of(edge), edge, pid_of(states[0], "apiserver")):
+        kill(pid)
+    embedded.down(states[0])
+    assert not [group for group in traces().cgroups if group.endswith(embedded._edge_name(states[0]))]
+
+
+def test_a_private_platform_ends_with_its_owner_also_when_its_edge_is_dead() -> None:
+    """The owner, the edge and the supervisor die together: nobody is left but the launcher."""
+    script = """
+import asyncio, os, sys, dsec
+from dsec.cluster import embedded
+from tests.e2e.test_crashes import ARGS, client_of, kill, pid_of
+from pathlib import Path
+
+async def begin(endpoint):
+    async with client_of(endpoint) as client:
+        await client.run(ARGS)
+
+with embedded.private() as endpoint:
+    asyncio.run(begin(endpoint))
+    state = Path(endpoint.state)
+    print(state, flush=True)
+    if sys.argv[1] == "all":
+        kill(embedded.status(state).supervisor)
+    kill(pid_of(state, "edge"))
+    os.kill(os.getpid(), 9)
+"""
+    for who in ("edge", "all"):
+        said = subprocess.run([sys.executable, "-c", script, who], stdout=subprocess.PIPE, text=True, check=False)
+        state = Path(said.stdout.strip())
+        deadline = time.monotonic() + DEADLINE
+        while has_traces(state) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not has_traces(state)
+        shutil.rmtree(state, ignore_errors=True)  # of "all": nobody is left who would
+
+
+def has_traces(state: Path) -> list[str]:
+    name, found = embedded._edge_name(state), traces()
+    groups = [group for group in found.cgroups if group.endswith(f"dsec-{name}")]
+    return groups + [line for line in (*found.loops, *found.processes) if str(state) in line]
 
 
 def test_a_port_that_is_taken_leaves_nothing_running(states: list[Path]) -> None:

@@ -10,6 +10,7 @@ mod inside;
 mod launcher;
 mod link;
 mod msgpack;
+mod supervise;
 mod sys;
 
 fn main() {
@@ -21,9 +22,10 @@ fn main() {
     match args.first().map(String::as_str) {
         Some("launcher") => std::process::exit(launcher::main(&args[1..])),
         Some("helper") => std::process::exit(helper::main(&args[1..])),
+        Some("supervise") => std::process::exit(supervise::main(&args[1..])),
         Some("version") => println!("{}", env!("CARGO_PKG_VERSION")),
         _ => {
-            eprintln!("usage: dsec-runtime launcher|helper|version ...");
+            eprintln!("usage: dsec-runtime launcher|helper|supervise|version ...");
             std::process::exit(2);
         }
     }

@@ -88,7 +88,19 @@ def _show(found: tuple[Capability, ...], *, json: bool) -> int:
         print(f"Containers cannot run on this machine: {', '.join(missing)}.")
         return ExitCode.FAILURE
     print("Containers can run on this machine. Virtual machines and function calls are not built yet.")
+    _say_of_platform()
     return 0
+
+
+def _say_of_platform() -> None:
+    """What is wrong with the platform that should run here, if there is one."""
+    from dsec.cluster import embedded
+
+    local = embedded.status()
+    if local.given_up:
+        note(f"the platform is broken: {local.given_up}; `dsec up` tries again")
+    elif local.running and local.supervisor is None:
+        note("the platform runs without its supervisor: what dies stays dead; `dsec up` starts one")
 
 
 def _install(found: tuple[Capability, ...]) -> bool:

@@ -132,18 +132,39 @@ def status(state: State = None, json: options.Json = False) -> int:
     local = embedded.status(state)
     if not local.running or local.endpoint is None:
         if json:
-            print_json({"running": False, "processes": local.processes})
+            print_json({"running": False, "processes": local.processes, **_supervision(local)})
             return ExitCode.NOT_RUNNING
-        dead = [process.role for process in local.processes if process.pid is None]
-        raise not_running(f"no {' and no '.join(dead)}" if dead else "no endpoint")
+        raise not_running(_what_is_missing(local))
     from dsec.cli.connect import with_client
 
     document = with_client(_loads, endpoint=local.endpoint)
     if json:
-        print_json({"running": True, "endpoint": local.endpoint, "processes": local.processes, **document})
+        print_json(
+            {
+                "running": True,
+                "endpoint": local.endpoint,
+                "processes": local.processes,
+                **_supervision(local),
+                **document,
+            }
+        )
     else:
         print_facts(_facts(local, document))
     return 0
+
+
+def _supervision(local: LocalStatus) -> dict[str, object]:
+    return {"supervisor": local.supervisor, "given_up": local.given_up}
+
+
+def _what_is_missing(local: LocalStatus) -> str:
+    dead = [process.role for process in local.processes if process.pid is None]
+    if not dead:
+        return "no endpoint"
+    missing = f"no {' and no '.join(dead)}"
+    if local.given_up:
+        return f"{missing}: {local.given_up}"
+    return f"{missing} (being started again)" if local.supervisor is not None else missing
 
 
 async def _loads(client: DSecClient) -> dict[str, object]:
@@ -170,6 +191,10 @@ def _facts(local: LocalStatus, document: dict[str, object]) -> list[tuple[str, s
         ("version", str(document["version"])),
         ("state", local.endpoint.state),
         ("processes", ", ".join(f"{process.role} {process.pid}" for process in local.processes)),
+        (
+            "supervisor",
+            str(local.supervisor) if local.supervisor else "none: what dies stays dead until the next `dsec up`",
+        ),
         ("sandboxes", held),
         ("mirrors", ", ".join(f"{name} ({kind})" for name, kind in sorted(mirrors.items())) or "none"),
         *(

@@ -21,9 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
+from dsec.backends.runtime import runtime_path
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.mirrors import Mirror, Mirrors, dump, mirrors_of
 
@@ -35,6 +37,7 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 120.0
 _SOCKET_PATH = 107  # bytes
 _ROLES = ("apiserver", "edge")  # in the order of their end
+_SUPERVISOR = "supervisor"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -57,8 +60,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class LocalStatus(msgspec.Struct, frozen=True):
+    """supervisor: the process that starts the others again, None when there is none. given_up: why it no longer tries."""
+
     endpoint: Endpoint | None
     processes: tuple[ProcessStatus, ...]
+    supervisor: int | None = None
+    given_up: str = ""
 
     @property
     def running(self) -> bool:
@@ -113,14 +120,19 @@ def status(state: Path | str | None = None) -> LocalStatus:
     for role in _ROLES:
         known = _read_pid(run, role)
         processes.append(ProcessStatus(role, known.pid if known else None))
-    return LocalStatus(endpoint, tuple(processes))
+    supervisor = _read_pid(run, _SUPERVISOR)
+    given_up = ""
+    with contextlib.suppress(OSError):
+        given_up = (run / "pids" / "given-up").read_text()
+    return LocalStatus(endpoint, tuple(processes), supervisor.pid if supervisor else None, given_up)
 
 
 def up(
     state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
     store: Path | None = None, uppers: str = "btrfs", mirrors: Mirrors | None = None,
 ) -> Endpoint:  # fmt: skip
-    """Starts what of edge and apiserver does not run yet; both outlive the caller. Fault says what is missing.
+    """Starts what of edge and apiserver does not run yet; both outlive the caller, and are started again when
+    they die. Fault says what is missing.
 
     mirrors (name -> URL, a file, or `Mirror`s) are what sandboxes may be allowed to reach; by default those of
     `<state>/mirrors.toml`, or none.
@@ -142,7 +154,7 @@ def down(state: Path | str | None = None) -> bool:
     if not directory.exists():
         return False
     with _locked(directory):
-        running = [known for role in _ROLES if (known := _read_pid(run, role)) is not None]
+        running = [known for role in (_SUPERVISOR, *_ROLES) if (known := _read_pid(run, role)) is not None]
         _stop(directory, run, uppers=None)
         (directory / "endpoint.json").unlink(missing_ok=True)
         return bool(running)
@@ -150,17 +162,19 @@ def down(state: Path | str | None = None) -> bool:
 
 def _stop(directory: Path, run: Path, *, uppers: str | None, store: Path | None = None) -> None:
     """Ends the processes. An edge that crashed left sandboxes that nobody has any more: another one removes them first."""
+    if (supervisor := _read_pid(run, _SUPERVISOR)) is not None:
+        _end(supervisor, patience_s=2 * STOP_DEADLINE_S)  # it ends the others in their order
     crashed = (run / "pids" / "edge").exists() and _read_pid(run, "edge") is None
     for role in _ROLES:
         if (known := _read_pid(run, role)) is not None:
             _end(known)
     if crashed:
         kind = uppers or ("btrfs" if (directory / "uppers.btrfs").exists() else "dir")
-        _spawn("edge", _edge_arguments(directory, run, store or store_dir(), kind), directory, run, lifeline=None)
+        _spawn("edge", _edge_arguments(directory, run, store or store_dir(), kind), directory, run)
         if (sweeper := _read_pid(run, "edge")) is not None:
             _end(sweeper)
-    for role in _ROLES:
-        (run / "pids" / role).unlink(missing_ok=True)
+    for name in (*_ROLES, _SUPERVISOR, "given-up"):
+        (run / "pids" / name).unlink(missing_ok=True)
     (run / "mirrors.json").unlink(missing_ok=True)
     if run != DEFAULT_RUN and run.parent == DEFAULT_RUN.parent:
         shutil.rmtree(run, ignore_errors=True)
@@ -201,10 +215,19 @@ def private(
         os.close(write_end)
         os.close(read_end)
         if ephemeral:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _remove(directory: Path) -> None:
+    """What a process that was killed had started may still be about to end."""
+    deadline = time.monotonic() + 5.0
+    shutil.rmtree(directory, ignore_errors=True)
+    while directory.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _require_root() -> None:
@@ -268,27 +291,21 @@ def _start(
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     key_file = _key_file(directory)
     known = status(directory)
-    if known.running and known.endpoint is not None:
+    if known.endpoint is not None and known.supervisor is not None and _heals(directory):
         return known.endpoint
-    extra = ["--ephemeral"] if ephemeral else []
-    if (file := _mirrors_file(run, chosen if mirrors is not None else None)) is not None:
-        extra += ["--mirrors", str(file)]
-    if max_sandboxes is not None:
-        extra += ["--max-sandboxes", str(max_sandboxes)]
-    if (old := _read_pid(run, "apiserver")) is not None:
-        _end(old)
+    host, port = _take_over(run, known, host, port)
     fresh = _read_pid(run, "edge") is None
+    edge = [*_edge_arguments(directory, run, store, uppers), *(["--ephemeral"] if ephemeral else [])]
+    if (file := _mirrors_file(run, chosen if mirrors is not None else None)) is not None:
+        edge += ["--mirrors", str(file)]
+    if max_sandboxes is not None:
+        edge += ["--max-sandboxes", str(max_sandboxes)]
     with _bind(host, port) as listener:  # first, since it is what fails most often
-        if fresh:
-            arguments = [*_edge_arguments(directory, run, store, uppers), *extra]
-            _spawn("edge", arguments, directory, run, lifeline=lifeline)
         url = f"http://{host}:{listener.getsockname()[1]}"
+        fd = listener.fileno()
+        apiserver = ["--fd", str(fd), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)]
         try:
-            _spawn(
-                "apiserver",
-                ["--fd", str(listener.fileno()), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)],
-                directory, run, lifeline=lifeline, keep=(listener.fileno(),),
-            )  # fmt: skip
+            _supervise({"edge": edge, f"apiserver:{fd}": apiserver}, directory, run, lifeline=lifeline, keep=(fd,))
         except BaseException:
             if fresh:
                 _stop(directory, run, uppers=uppers, store=store)
@@ -311,6 +328,72 @@ def _mirrors_file(run: Path, mirrors: Sequence[Mirror] | None) -> Path | None:
     return path
 
 
+def _heals(directory: Path) -> bool:
+    """Whether everything runs, or is being started again by a supervisor that has not given up; waits for that."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        now = status(directory)
+        if now.supervisor is None or now.given_up:
+            return False
+        if now.running:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _take_over(run: Path, known: LocalStatus, host: str, port: int) -> tuple[str, int]:
+    """Ends what the next supervisor starts anew, so that only an edge goes on. Where the API shall answer: as before, if
+    there was something, since clients know the address."""
+    if (supervisor := _read_pid(run, _SUPERVISOR)) is not None:
+        _end(supervisor, first=signal.SIGKILL)  # its end by TERM is everybody's
+    if (apiserver := _read_pid(run, "apiserver")) is not None:
+        _end(apiserver)
+    (run / "pids" / "given-up").unlink(missing_ok=True)
+    if known.endpoint is None or not any(process.pid for process in known.processes):
+        return host, port
+    address = urlsplit(known.endpoint.url)
+    return address.hostname or host, address.port or port
+
+
+def _supervise(
+    roles: dict[str, list[str]], directory: Path, run: Path, *, lifeline: int | None, keep: tuple[int, ...]
+) -> None:
+    """Starts a supervisor of `python -m dsec.<role>` apart from us and waits until all serve; else Fault, in their words."""
+    ready_read, ready_write = os.pipe()
+    command = [str(runtime_path()), "supervise", "--pids", str(run / "pids"), "--logs", str(directory / "logs"),
+               "--ready", str(ready_write)]  # fmt: skip
+    pass_fds = [ready_write, *keep]
+    if lifeline is not None:
+        command += ["--lifeline", str(lifeline)]
+        pass_fds.append(lifeline)
+    for role, arguments in roles.items():
+        command += ["--role", role, sys.executable, "-m", f"dsec.{role.partition(':')[0]}", *arguments]
+    try:
+        with open(directory / "logs" / "supervisor.log", "ab") as log:
+            process = subprocess.Popen(
+                command, pass_fds=pass_fds, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                cwd="/", env=_environment(),
+            )  # fmt: skip
+    finally:
+        os.close(ready_write)
+    said = _wait_ready(ready_read)
+    os.close(ready_read)
+    if said != "ok":
+        process.terminate()
+        process.wait()
+        role, _, words = said.partition("\n")
+        raise _unstarted(role if words or role in _ROLES else _SUPERVISOR, words, directory)
+
+
+def _unstarted(role: str, said: str, directory: Path) -> Fault:
+    log_path = directory / "logs" / f"{role}.log"
+    message, _, hint = said.partition("\n")
+    message = message or _last_words(log_path)
+    return Fault(ErrorKind.INTERNAL, f"the {role} did not start: {message or 'it ended without a word'}",
+                 hint=hint or f"see {log_path}")  # fmt: skip
+
+
 def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -326,21 +409,14 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _spawn(
-    role: str, arguments: list[str], directory: Path, run: Path, *, lifeline: int | None, keep: tuple[int, ...] = ()
-) -> None:
-    """Starts `python -m dsec.<role>` apart from us and waits until it serves; its own words when it cannot."""
+def _spawn(role: str, arguments: list[str], directory: Path, run: Path) -> None:
+    """Starts `python -m dsec.<role>` without a supervisor and waits until it serves; its own words when it cannot."""
     ready_read, ready_write = os.pipe()
-    log_path = directory / "logs" / f"{role}.log"
-    pass_fds = [ready_write, *keep]
     arguments = [*arguments, "--ready", str(ready_write)]
-    if lifeline is not None:
-        pass_fds.append(lifeline)
-        arguments += ["--lifeline", str(lifeline)]
     try:
-        with open(log_path, "ab") as log:
+        with open(directory / "logs" / f"{role}.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"dsec.{role}", *arguments], pass_fds=pass_fds, stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", f"dsec.{role}", *arguments], pass_fds=[ready_write], stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, start_new_session=True, cwd="/", env=_environment(),
             )  # fmt: skip
     finally:
@@ -353,15 +429,15 @@ def _spawn(
         process.kill()
         process.wait()
         (run / "pids" / role).unlink(missing_ok=True)
-        message, _, hint = said.partition("\n")
-        message = message or _last_words(log_path)
-        raise Fault(ErrorKind.INTERNAL, f"the {role} did not start: {message or 'it ended without a word'}",
-                    hint=hint or f"see {log_path}")  # fmt: skip
+        raise _unstarted(role, said, directory)
 
 
 def _last_words(log: Path) -> str:
     """The last line of a log, which may be gone with its directory by the time somebody looks."""
-    lines = log.read_text(errors="replace").strip().splitlines()
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
     return lines[-1][:500] if lines else ""
 
 
@@ -387,7 +463,7 @@ def _wait_ready(fd: int) -> str:
     return f"not ready within {START_DEADLINE_S:g} s"
 
 
-def _end(known: _Pid) -> None:
+def _end(known: _Pid, *, first: signal.Signals = signal.SIGTERM, patience_s: float = STOP_DEADLINE_S) -> None:
     """SIGTERM, time to clean up, then SIGKILL; returns when the process is gone."""
     try:
         pidfd = os.pidfd_open(known.pid)
@@ -396,7 +472,7 @@ def _end(known: _Pid) -> None:
     try:
         if _start_time(known.pid) != known.start:
             return
-        for number, patience in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 10.0)):
+        for number, patience in ((first, patience_s), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
             poll = select.poll()

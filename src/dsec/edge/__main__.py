@@ -100,10 +100,7 @@ class Edge:
             await self._backend.launcher.close()
         self._backend.mounts.close()
         self._journal.close()
-        if self._failed:
-            return 1
-        self._remove_traces()
-        return 0
+        return 1 if self._failed else 0
 
     def _listen_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()
@@ -160,7 +157,8 @@ class Edge:
     def _on_error(self, method: str, error: Exception) -> None:
         _log.error("request failed", method=method, exc_info=error)
 
-    def _remove_traces(self) -> None:
+    def remove_traces(self) -> None:
+        """When it has ended for good, its threads too."""
         with suppress(FileNotFoundError):
             (self._config.run / "edge.sock").unlink()
         if self._config.ephemeral:
@@ -188,7 +186,11 @@ def main() -> int:
     config = from_arguments(sys.argv[1:])
     try:
         _prepare(config)
-        return uvloop.run(Edge(config).run())
+        edge = Edge(config)
+        status = uvloop.run(edge.run())
+        if status == 0:
+            edge.remove_traces()
+        return status
     except (Fault, LauncherFailed, OSError) as error:
         hint = error.body.hint if isinstance(error, Fault) else ""
         _say_ready(config.ready, f"{error}\n{hint}")

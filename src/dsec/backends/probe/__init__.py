@@ -52,7 +52,8 @@ def probe_all(names: tuple[str, ...] = (), scratch: Path | None = None) -> tuple
     scratch is a directory on the disk that will hold layers and uppers (default /var/tmp): filesystems differ in what
     may be mounted from them. Blocks for about half a second; raises nothing but OSError on a machine without Python's own tools.
     """
-    with tempfile.TemporaryDirectory(prefix="dsec-probe-", dir=scratch or "/var/tmp") as directory:
+    where = scratch or "/var/tmp"
+    with tempfile.TemporaryDirectory(prefix="dsec-probe-", dir=where, ignore_cleanup_errors=True) as directory:
         command = [sys.executable, "-m", "dsec.backends.probe", directory, *names]
         try:
             child = subprocess.run(command, capture_output=True, timeout=_DEADLINE_S, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -32,7 +33,10 @@ def main() -> None:
     unknown = wanted - {which.name for which in probes}
     if unknown:
         sys.exit(f"no such probe: {', '.join(sorted(unknown))}")
-    answers = [_answer(which, scratch) for which in probes if not wanted or which.name in wanted]
+    try:
+        answers = [_answer(which, scratch) for which in probes if not wanted or which.name in wanted]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # here, since the one who asked may have died meanwhile
     sys.stdout.buffer.write(msgspec.json.encode(answers))
 
 
