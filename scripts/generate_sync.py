@@ -94,9 +94,8 @@ def signature(function: object) -> tuple[str, str, str]:
         if parameter.name != "self":
             value = parameter.name
             if "AsyncIterable[" in str(parameter.annotation):
-                value = (
-                    f"{value} if isinstance({value}, bytes | bytearray | memoryview | str) else portal.feed({value})"
-                )
+                none = " | None" if str(parameter.annotation).endswith("| None") else ""
+                value = f"{value} if isinstance({value}, bytes | bytearray | memoryview | str{none}) else portal.feed({value})"
             passed.append(f"{parameter.name}={value}" if star else value)
     return ", ".join(declared), ", ".join(passed), sync_type(found.return_annotation)
 

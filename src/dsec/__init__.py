@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dsec.protocol.specs import ChangeKind as ChangeKind
     from dsec.protocol.specs import ChangeSet as ChangeSet
     from dsec.protocol.specs import DSecContainerRunArgs as DSecContainerRunArgs
+    from dsec.protocol.specs import ExecLimits as ExecLimits
     from dsec.protocol.specs import FileChange as FileChange
     from dsec.protocol.specs import FileChangeKind as FileChangeKind
     from dsec.protocol.specs import FileInfo as FileInfo
@@ -76,7 +77,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
     "dsec.protocol.specs": (
-        "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "FileChange",
+        "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
         "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "State", "Usage",
     ),

@@ -25,6 +25,7 @@ from dsec.protocol.specs import (
     ChangeKind,
     ChangeSet,
     DSecContainerRunArgs,
+    ExecLimits,
     FileChange,
     FileChangeKind,
     FileInfo,
@@ -222,7 +223,7 @@ class Process:
     def write(self, data: bytes | str) -> None:
         """Appends to stdin; returns when the sandbox holds the bytes, so a command that does not read slows the writer.
 
-        Not repeated when the connection is lost: ConnectionLost then means that the bytes may or may not have arrived.
+        Nothing is lost or doubled when connections break meanwhile. Conflict when stdin is closed or nobody reads it.
         """
         portal.run(self._inner.write(data))
 
@@ -233,6 +234,14 @@ class Process:
     def signal(self, name: str | int) -> None:
         """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree."""
         portal.run(self._inner.signal(name))
+
+    def kill(self) -> None:
+        """Ends the command's whole tree, whatever sessions and parents its processes made for themselves."""
+        portal.run(self._inner.kill())
+
+    def poll(self) -> ExecResult | None:
+        """How it ended (without its output, which `wait` and `events` bring), or None while it runs. Does not wait."""
+        return portal.run(self._inner.poll())
 
     def wait(self, *, check: bool = False) -> ExecResult:
         """Its end with all output kept of it. May be called again, and from another program."""
@@ -272,12 +281,13 @@ class Sandbox:
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | str | None = None,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
         timeout: float | None = 600,
         idle_timeout: float | None = None,
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a line in the image's bash (else sh) and waits for its end, however long that takes.
@@ -285,6 +295,7 @@ class Sandbox:
         cwd and user default to the sandbox's; env is added to it; stdin None is /dev/null. timeout and idle_timeout (no
         output) in seconds: at either the command's whole tree is killed, the output so far kept (`result.timed_out`).
         max_output_bytes is kept of each stream. The same exec_id again gives the first run's result and runs nothing.
+        limits: resource limits of its processes below the sandbox's own. stdin may be given piece by piece.
         check=True raises CommandFailed unless the exit code is 0.
         """
         return portal.run(
@@ -293,12 +304,13 @@ class Sandbox:
                 cwd=cwd,
                 env=env,
                 user=user,
-                stdin=stdin,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
                 timeout=timeout,
                 idle_timeout=idle_timeout,
                 max_output_bytes=max_output_bytes,
                 merge_stderr=merge_stderr,
                 exec_id=exec_id,
+                limits=limits,
                 check=check,
             )
         )
@@ -310,12 +322,13 @@ class Sandbox:
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | str | None = None,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
         timeout: float | None = 600,
         idle_timeout: float | None = None,
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a program with its arguments, no shell in between. Everything else as in `run_shell`."""
@@ -325,12 +338,13 @@ class Sandbox:
                 cwd=cwd,
                 env=env,
                 user=user,
-                stdin=stdin,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
                 timeout=timeout,
                 idle_timeout=idle_timeout,
                 max_output_bytes=max_output_bytes,
                 merge_stderr=merge_stderr,
                 exec_id=exec_id,
+                limits=limits,
                 check=check,
             )
         )
@@ -348,6 +362,7 @@ class Sandbox:
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
     ) -> Process:
         """Starts a command (a string is a shell line) and returns at once; stdin=True keeps a pipe open for `process.write`.
 
@@ -366,6 +381,7 @@ class Sandbox:
                     max_output_bytes=max_output_bytes,
                     merge_stderr=merge_stderr,
                     exec_id=exec_id,
+                    limits=limits,
                 )
             )
         )
@@ -634,6 +650,7 @@ __all__ = [
     "Downloaded",
     "ErrorKind",
     "Event",
+    "ExecLimits",
     "ExecResult",
     "Exit",
     "FileChange",

@@ -56,6 +56,7 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
     request_id: str
     cursor: int = 0
     follow: bool = True
+    staged: int | None = None
 
 
 class Attach(Target, frozen=True, kw_only=True):
@@ -63,6 +64,8 @@ class Attach(Target, frozen=True, kw_only=True):
     cursor: int = 0
     data: bytes = b""
     signal: int = 0
+    writer: str = ""
+    offset: int | None = None
 
 
 class Path1(Target, frozen=True, kw_only=True):
@@ -109,6 +112,7 @@ class Command:
         self.done: ExecDone | None = None
         self.changed = asyncio.Condition()
         self.started_at = time.time()
+        self.fed = {"": len(spec.stdin or b"")}
 
     async def run(self, incarnation: int, cwd: Path) -> None:
         spec, started = self.spec, time.monotonic()
@@ -213,6 +217,7 @@ class FakeEdge:
         self.by_key: dict[str, Box] = {}
         self.calls: list[str] = []
         self.runs = 0
+        self.staged: dict[str, bytes] = {}
         self.hold_creation: asyncio.Event | None = None  # creations wait for it
         self.cancelled = 0
         self.lose_replies: set[str] = (
@@ -423,6 +428,7 @@ class FakeEdge:
         box = self._box(Target(params.sandbox, params.incarnation))
         command = box.commands.get(params.exec_id)
         if command is None:
+            params = self._with_staged(params)
             if params.cwd == b"/nowhere":
                 raise Fault(ErrorKind.FILE_NOT_FOUND, "cwd /nowhere does not exist")
             self.runs += 1
@@ -440,6 +446,23 @@ class FakeEdge:
             return {"pid": command.process.pid if command.process else 0}
         return await command.follow(call, params.cursor)
 
+    async def exec_stage(self, call: Call) -> object:
+        params = call.params(Attach)
+        self.staged[params.exec_id] = self.staged.get(params.exec_id, b"")[: params.offset or 0] + params.data
+        return {}
+
+    def _with_staged(self, params: ExecParams) -> ExecParams:
+        if params.staged is None:
+            return params
+        blob = self.staged.pop(params.exec_id)
+        assert len(blob) == params.staged
+        ahead = msgspec.msgpack.decode(blob, type=dict[str, bytes])
+        env = dict(variable.decode().split("=", 1) for variable in ahead.get("env", b"").split(b"\0")[:-1])
+        argv = tuple(ahead.get("argv", b"").split(b"\0")[:-1])
+        if "line" in ahead:
+            raise Fault(ErrorKind.TOO_LARGE, "longer than the kernel takes")
+        return msgspec.structs.replace(params, argv=argv or params.argv, env={**params.env, **env})
+
     def _command(self, call: Call) -> tuple[Command, Attach]:
         params = call.params(Attach)
         command = self._box(params).commands.get(params.exec_id)
@@ -454,17 +477,27 @@ class FakeEdge:
     async def exec_write(self, call: Call) -> object:
         command, params = self._command(call)
         stdin = (await command.started()).stdin
-        if stdin is None:
-            raise Fault(ErrorKind.INVALID, "stdin is closed")
-        stdin.write(params.data)
-        await stdin.drain()
-        return {}
+        taken = command.fed.get(params.writer, 0)
+        if params.offset is not None and params.offset > taken:
+            raise Fault(ErrorKind.CONFLICT, f"bytes from {taken} on are missing")
+        rest = params.data[taken - params.offset :] if params.offset is not None else params.data
+        if rest:
+            if stdin is None or stdin.is_closing():
+                raise Fault(ErrorKind.CONFLICT, "stdin is closed")
+            command.fed[params.writer] = taken + len(rest)
+            with contextlib.suppress(ConnectionError):
+                stdin.write(rest)
+                await stdin.drain()
+        return {"accepted": command.fed.get(params.writer, 0), "open": True}
 
     async def exec_close_stdin(self, call: Call) -> object:
         command, _ = self._command(call)
         if command.process is not None and command.process.stdin is not None:
             command.process.stdin.close()
         return {}
+
+    async def exec_poll(self, call: Call) -> object:
+        return self._command(call)[0].done
 
     async def exec_signal(self, call: Call) -> object:
         command, params = self._command(call)

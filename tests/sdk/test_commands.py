@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+import dsec
 from dsec import (
     CommandFailed,
     CommandTimedOut,
@@ -88,7 +89,16 @@ async def test_bad_commands(sandbox: Sandbox) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         await sandbox.run_shell("true", cwd="/nowhere")
     with pytest.raises(InvalidRequest, match="bytes"):
-        await sandbox.run_shell("true", env={"A": "x" * 2_000_000})
+        await sandbox.run_shell("true", env={"A": "x" * 5_000_000})
+
+
+async def test_what_is_too_much_for_a_message_is_sent_ahead(sandbox: Sandbox) -> None:
+    line = f"x='{'y' * 100_000}'; " * 20 + "echo ${#x} $V9999"
+    variables = {f"V{number}": "z" * 50 for number in range(10_000)}
+    with pytest.raises(dsec.TooLarge, match="longer than the kernel takes"):
+        await sandbox.run_shell(line, env=variables)  # the fake has no descriptor for it: all the way there is enough
+    many = await sandbox.exec(["sh", "-c", "echo $#", "sh", *["x"] * 70_000])
+    assert many.text == "70000\n"
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])

@@ -12,9 +12,10 @@ use serde::{Deserialize, Serialize};
 /// The whole of the first answer.
 pub const PREPARED: &[u8] = b"prepared";
 
-/// What PID 1 asks over descriptor 3 when its first command is about to start, where commands are limited by cgroup v1: the
-/// launcher makes the groups then (thousands of idle sandboxes should not pay for them) and answers with the same word and
-/// the descriptors of their `tasks` files, or with an error as text.
+/// What PID 1 asks over descriptor 3 when its first command is about to start: the launcher makes the cgroup v1 groups then,
+/// where there are any (thousands of idle sandboxes should not pay for them), and answers with the same word, a byte that
+/// says how many, and the descriptors of their `tasks` files, then those of the files that count how often limits were met
+/// (`aether::reasons`); or with an error as text.
 pub const GROUPS: &[u8] = b"groups";
 
 /// What a launcher that adopts a sandbox sends to its listening socket, whole and first, with one descriptor: a socket that
@@ -31,8 +32,6 @@ pub struct Birth {
     pub incarnation: u64,
     /// Number of id-mapped layer mounts, uppermost layer LAST (base first).
     pub layers: u32,
-    /// Whether `GROUPS` must be asked for.
-    pub has_v1_groups: bool,
     /// Whether `FD_CGROUP2` is there (false: no cgroup v2 tree on this machine, the descriptor is of /dev/null).
     pub has_cgroup2: bool,
     /// Default user of commands (name or numeric id), default environment and working directory ("": /).

@@ -182,6 +182,9 @@ impl Cgroups {
 
     /// The v1 groups of a slot, with limits; their `tasks` files, open for writing. Takes spare ones if there are any.
     pub fn make_v1(&mut self, slot: u32, limits: &Limits) -> Result<Vec<OwnedFd>, Failure> {
+        if !self.has_v1() {
+            return Ok(Vec::new());
+        }
         let name = group(slot);
         let made = self.v1.iter().any(|parent| exists(parent, &name)); // for an earlier launcher, which died over it
         let Some(spare) = (if made { None } else { self.spares.pop() }) else {
@@ -306,6 +309,22 @@ impl Cgroups {
             Err(Errno(libc::ENOENT)) => Ok(()), // a kernel without it
             other => other.at(STAGE, || format!("write {bytes} to memory.kmem.tcp.limit_in_bytes of {name}")),
         }
+    }
+
+    /// Files in which the kernel counts kills for want of memory, the memory limit, and forks refused (the order of
+    /// `aether::reasons`), of a slot that has its groups. None unless all are there.
+    pub fn open_counters(&self, slot: u32) -> Vec<OwnedFd> {
+        let name = group(slot);
+        let files = match self.kind {
+            Kind::V2 => ["cmds/memory.events", "cmds/memory.max", "cmds/pids.events"],
+            _ => ["memory.oom_control", "memory.limit_in_bytes", "pids.events"],
+        };
+        let (memory, pids) = self.counters();
+        let open = |(parent, file): (Option<&OwnedFd>, &str)| {
+            sys::openat(parent?.as_raw_fd(), &c(format!("{name}/{file}")), libc::O_RDONLY, 0).ok()
+        };
+        let opened: Option<Vec<OwnedFd>> = [memory, memory, pids].into_iter().zip(files).map(open).collect();
+        opened.unwrap_or_default()
     }
 
     /// Before the first command there is nothing to count; what the kernel does not tell is -1.

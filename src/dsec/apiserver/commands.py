@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import struct
-from collections.abc import Coroutine
+from typing import cast
 
 import msgspec
 from starlette.responses import Response
@@ -23,12 +23,13 @@ from dsec.protocol.specs import ExecDone, ExecReply, ProcessInfo
 
 from .bodies import MAX_WAIT_S, Done, ErrorReply, ExecRequest, SignalRequest, Started, checked_exec_id
 from .exchange import INCARNATION, MAX_JSON, Exchange, encode, error_body
-from .fleet import EdgeLink
+from .feeding import PIECE, Fed, feed, send_ahead, split_stdin, write
 
 MAX_EXEC_BODY = 24 * MAX_JSON
 MAX_REPLY = 4 * 1024 * 1024  # bytes of output in one answer; the rest is asked for with the cursor
 MIN_WAIT_S = 0.1  # what is there already, or a refusal, must have time to come back from the sandbox
-INLINE_STDIN = 256 * 1024  # more than this goes through exec.write, since a link message takes 1 MiB
+MAX_WRITER = 64
+_Ended = cast("type[ExecDone | None]", ExecDone | None)
 _EVENT_HEAD = struct.Struct("<BQ")
 
 
@@ -41,12 +42,14 @@ async def run(x: Exchange) -> Response:
     asked = await x.json(ExecRequest, MAX_EXEC_BODY)
     link = await x.link()
     params = _exec_params(x, asked)
-    rest = _split_stdin(params)
+    rest = split_stdin(params)
+    await send_ahead(link, params)
     params["cursor"] = asked.cursor
     params["follow"] = True
     stream = await link.open("exec", params)
-    feeding = _feed(params, _send_all(stream, rest)) if rest else None
-    reply = await _gather(stream, asked.wait_s, feeding)
+    if rest:
+        feed(link, params, rest, stream)
+    reply = await _gather(stream, asked.wait_s)
     return x.reply(reply, incarnation=reply.done.incarnation if reply.done else x.asked_incarnation())
 
 
@@ -56,17 +59,24 @@ async def start(x: Exchange) -> Response:
     own = _exec_params(x, asked)
     link, base, incarnation = await x.target()
     params = {**own, **base, "detached": True, "follow": False, "cursor": 0}
-    rest = _split_stdin(params)
+    rest = split_stdin(params)
+    await send_ahead(link, params)
     pid = (await link.call("exec", params, _Pid)).pid
     if rest:
-        _feed(params, _write_all(link, params, rest))
+        feed(link, params, rest)
     return x.reply(Started(str(params["exec_id"]), pid), incarnation=incarnation, status=201)
 
 
 async def poll(x: Exchange) -> Response:
-    """Output from `cursor` on and, when it has ended, the end of a command: `ExecReply`, waiting at most `wait_s`."""
+    """Output from `cursor` on and, when it has ended, the end of a command: `ExecReply`, waiting at most `wait_s`.
+
+    With `output=false` only whether it has ended, at once.
+    """
     wait_s = x.number("wait_s", 0, high=int(MAX_WAIT_S)) or 0
     link, params, incarnation = await x.target()
+    if not x.flag("output", True):
+        done = await link.call("exec.poll", {**params, "exec_id": _exec_id(x)}, _Ended)
+        return x.reply(ExecReply(done=done), incarnation=incarnation)
     wake = x.flag("wake", True)
     attach = {**params, "exec_id": _exec_id(x), "cursor": x.number("cursor", 0), "wake": wake}
     reply = await _gather(await link.open("exec.attach", attach), wait_s)
@@ -86,21 +96,36 @@ async def send_signal(x: Exchange) -> Response:
 
 
 async def stdin(x: Exchange) -> Response:
-    """Appends the body to the command's stdin; `close=1` then closes it. Answered when the sandbox holds the bytes."""
-    close = x.flag("close")
+    """Appends the body to the command's stdin; `close=1` then closes it. Answered when the sandbox holds the bytes.
+
+    With `offset` (of this `writer`'s bytes) it may be repeated, and is answered after `wait_s` with what was taken until then.
+    """
+    close, offset, writer = x.flag("close"), x.number("offset"), x.query("writer") or ""
+    wait_s = None if offset is None else x.number("wait_s", high=int(MAX_WAIT_S))
+    if len(writer) > MAX_WRITER:
+        raise Fault(ErrorKind.INVALID, f"writer is longer than {MAX_WRITER} characters")
     link, params, incarnation = await x.target()
     params["exec_id"] = _exec_id(x)
-    pending = bytearray()
+    at, pending, whole = offset, bytearray(), True
+    told: Fed | None = None
     async for part in x.chunks():
         pending += part
-        while len(pending) >= INLINE_STDIN:
-            await link.call("exec.write", {**params, "data": bytes(pending[:INLINE_STDIN])})
-            del pending[:INLINE_STDIN]
-    if pending:
-        await link.call("exec.write", {**params, "data": bytes(pending)})
-    if close:
-        await link.call("exec.close_stdin", params)
-    return x.reply(Done(), incarnation=incarnation)
+        if whole and len(pending) >= PIECE:
+            told = await write(link, params, bytes(pending), offset=at, writer=writer, wait_s=wait_s)
+            at = None if at is None else at + len(pending)
+            whole = at is None or told.accepted >= at  # else the rest of the body is read and dropped
+            pending.clear()
+        elif not whole:
+            pending.clear()
+    if whole and (pending or told is None):
+        told = await write(link, params, bytes(pending), offset=at, writer=writer, wait_s=wait_s)
+        at = None if at is None else at + len(pending)
+        whole = at is None or told.accepted >= at
+    if close and whole:
+        end = {} if at is None else {"writer": writer, "offset": at}
+        await link.call("exec.close_stdin", {**params, **end})
+        told = Fed(told.accepted if told else 0, open=False)
+    return x.reply(told, incarnation=incarnation)
 
 
 async def follow(x: Exchange, socket: WebSocket) -> None:
@@ -148,11 +173,8 @@ async def _left(socket: WebSocket) -> None:
         pass
 
 
-async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None] | None = None) -> ExecReply:
-    """Output and end of a command, or what there is of them when the time or the answer's size is up.
-
-    A stream that carries stdin is never cancelled, since bytes may be under way behind its feeder: it is drained instead.
-    """
+async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
+    """Output and end of a command, or what there is of them when the time or the answer's size is up."""
     out: list[bytes] = []
     err: list[bytes] = []
     size = 0
@@ -176,10 +198,7 @@ async def _gather(stream: LinkStream, wait_s: float, feeding: asyncio.Task[None]
             await stream.change()
     finally:
         timer.cancel()
-        if feeding is None:
-            stream.cancel()
-        elif done is None:
-            _in_background(_drain(stream))
+        stream.cancel()
     return ExecReply(done=done, stdout=b"".join(out), stderr=b"".join(err))
 
 
@@ -191,77 +210,16 @@ def _exec_params(x: Exchange, asked: ExecRequest) -> dict[str, object]:
     return params
 
 
-def _split_stdin(params: dict[str, object]) -> bytes:
-    """Takes from the request what is too much for one message; the pipe is then held open until that was written."""
-    data = params["stdin"]
-    if not isinstance(data, bytes) or len(data) <= INLINE_STDIN:
-        return b""
-    params["stdin"] = data[:INLINE_STDIN]
-    params["stdin_open"] = True
-    return data[INLINE_STDIN:]
-
-
-_draining: set[asyncio.Task[None]] = set()
-
-
-def _in_background(work: Coroutine[None, None, None]) -> None:
-    task = asyncio.create_task(work)
-    _draining.add(task)
-    task.add_done_callback(_draining.discard)
-
-
-async def _drain(stream: LinkStream) -> None:
-    """Drops what arrives until the command's end; the cursor finds it again."""
-    with contextlib.suppress(Fault):
-        await stream.result()
-
-
-_feeders: dict[tuple[str, str], asyncio.Task[None]] = {}
-
-
-def _feed(params: dict[str, object], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Gives a command the rest of its stdin beside the request, once: a repeated request finds the feeder at work."""
-    key = (str(params["sandbox"]), str(params["exec_id"]))
-    task = _feeders.get(key)
-    if task is None:
-        task = _feeders[key] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: _feeders.pop(key, None))
-    else:
-        work.close()
-    return task
-
-
-async def _send_all(stream: LinkStream, data: bytes) -> None:
-    """On the stream of the command itself. Output that nobody reads here any more is dropped: the cursor finds it again."""
-    try:
-        await stream.send(data)
-        await stream.end()
-    except Fault:
-        return  # the command ended without reading everything, or is gone: its own result says so
-
-
-async def _write_all(link: EdgeLink, params: dict[str, object], data: bytes) -> None:
-    """By separate requests, for a command whose stream has ended."""
-    names = ("request_id", "sandbox", "incarnation", "exec_id")
-    base = {name: params[name] for name in names if name in params}
-    try:
-        for start in range(0, len(data), INLINE_STDIN):
-            await link.call("exec.write", {**base, "data": data[start : start + INLINE_STDIN]})
-        await link.call("exec.close_stdin", base)
-    except Fault:
-        return
-
-
 def signal_number(name: str | int) -> int:
-    """`TERM`, `SIGTERM` or 15 -> 15. Fault invalid_request for anything else."""
-    if isinstance(name, int):
-        if 0 < name < signal.NSIG:
-            return name
-    else:
-        upper = name.upper()
-        found = getattr(signal, upper if upper.startswith("SIG") else f"SIG{upper}", None)
-        if isinstance(found, signal.Signals):
-            return int(found)
+    """`TERM`, `SIGTERM`, `RTMIN+3` or 15 -> 15. Fault invalid_request for anything else."""
+    number = int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 3 else name
+    if isinstance(number, str):
+        base, plus, more = number.upper().removeprefix("SIG").partition("+")
+        found = getattr(signal, f"SIG{base}", None)
+        if isinstance(found, signal.Signals) and (not plus or (base == "RTMIN" and more.isascii() and more.isdigit())):
+            number = int(found) + int(more[:3] or 0)
+    if isinstance(number, int) and 0 < number < signal.NSIG:
+        return number
     raise Fault(
         ErrorKind.INVALID,
         f"signal {str(name)[:40]!r} is unknown",

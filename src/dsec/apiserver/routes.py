@@ -23,6 +23,7 @@ from dsec.protocol.specs import (
 
 from . import bodies, commands, files, platform, sandboxes
 from .exchange import BYTES, JSON, NDJSON, Exchange
+from .feeding import Fed
 
 Handler = Callable[[Exchange], Awaitable[Response]]
 SANDBOX = "/v1/sandboxes/{id}"
@@ -96,11 +97,15 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", f"{SANDBOX}/processes", commands.processes, "List commands", response=list[ProcessInfo]),
     Operation("GET", f"{SANDBOX}/processes/{{exec_id}}", commands.poll, "Output and end of a command", response=ExecReply,
               params=(_CURSOR, Param("wait_s", "integer", "wait for its end at most so many seconds"),
-                      Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does"))),
+                      Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does"),
+                      Param("output", "boolean", "false: only whether it has ended, at once"))),
     Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/signal", commands.send_signal, "Signal a command",
               bodies.SignalRequest, bodies.Done),
-    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/stdin", commands.stdin, "Append to a command's stdin", BYTES, bodies.Done,
-              params=(Param("close", "boolean", "close it after these bytes"),)),
+    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/stdin", commands.stdin, "Append to a command's stdin", BYTES, Fed,
+              params=(Param("close", "boolean", "close it after these bytes"),
+                      Param("offset", "integer", "bytes of this writer before these; what was taken before is not taken again"),
+                      Param("writer", "string", "who writes (default: whoever started it); each has offsets of its own"),
+                      Param("wait_s", "integer", "with offset: answer after so many seconds, whatever was taken"))),
     Operation("GET", SANDBOX, sandboxes.info, "One sandbox", response=SandboxInfo),
     Operation("DELETE", SANDBOX, sandboxes.stop, "Stop a sandbox; idempotent", response=bodies.Done,
               params=(Param("wait", "boolean", "answer when it is gone (default true)"),)),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -39,6 +38,7 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
     request_id: str = ""
     cursor: int = 0
     follow: bool = True
+    staged: int | None = None
 
 
 class _Attach(Target, frozen=True):
@@ -49,17 +49,21 @@ class _Attach(Target, frozen=True):
     wake: bool = True
 
 
-class _Signal(Target, frozen=True):
-    exec_id: str = ""
-    signal: int = 0
+class _Done(ExecDone, frozen=True, kw_only=True):
+    """As aether tells it: amount says how much of what `reason` names."""
+
+    amount: int = 0
 
 
 _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
-                "max_output_bytes", "merge_stderr", "detached", "cursor", "follow")  # fmt: skip
+                "max_output_bytes", "merge_stderr", "detached", "limits", "cursor", "follow", "staged")  # fmt: skip
 _OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
-_RESENDABLE = frozenset(("exec.attach", "exec.list", "fs.stat", "fs.list", "fs.read", "fs.tar"))
+_RESENDABLE = frozenset(
+    ("exec.attach", "exec.list", "exec.stage", "exec.close_stdin", "fs.stat", "fs.list", "fs.read", "fs.tar")
+)
 _DEATH_S = 0.25  # from the end of a connection to the news of the process's end, at most
-_KILLED = 128 + signal.SIGKILL
+_NIL = b"\xc0"
+_MIB = 1024 * 1024
 _UPLOADS = frozenset(("fs.write", "fs.untar"))
 
 
@@ -72,7 +76,7 @@ class Relay:
     async def exec(self, call: Call) -> object:
         """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
         params = call.params(ExecParams)
-        if not params.argv and params.line is None:
+        if not params.argv and params.line is None and params.staged is None:
             raise Fault(
                 ErrorKind.INVALID, "an empty command: neither argv nor line", hint="give a program and its arguments"
             )
@@ -103,17 +107,23 @@ class Relay:
             reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
         return await self._done(sandbox, reply)
 
+    async def poll(self, call: Call) -> object:
+        """`exec.poll`: the end of a command, or None while it runs."""
+        params = call.params(_Attach)
+        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
+        fields = {"exec_id": params.exec_id}
+        reply = await self._forward(call, sandbox, "exec.poll", fields, upload=False, resend=True)
+        return None if reply == _NIL else await self._done(sandbox, reply)
+
     async def plain(self, call: Call) -> object:
         """Every other method of aether, unchanged but for the fields that name the sandbox."""
         target = call.params(Target)
         sandbox = await self._lifecycle.ready(target.sandbox, target.incarnation)
         fields = _fields(call)
-        if call.method == "exec.signal" and (asked := call.params(_Signal)).signal == signal.SIGKILL:
-            sandbox.remember_why(asked.exec_id, (None, ""))  # by the caller, whatever the memory limit did before
         durable = step("write.file", sandbox.id) if call.method in _UPLOADS else ExitStack()
         with sandbox.sleep.short(), durable, sandbox.activity() if call.method.startswith("fs.") else ExitStack():
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
-                                        resend=call.method in _RESENDABLE)  # fmt: skip
+                                        resend=_harmless_twice(call.method, fields))  # fmt: skip
         return msgspec.Raw(reply)
 
     async def watch(self, call: Call) -> object:
@@ -154,33 +164,29 @@ class Relay:
         raise AssertionError("unreachable")
 
     async def _done(self, sandbox: Sandbox, reply: bytes) -> ExecDone:
-        done = decode(reply, ExecDone)
-        reason, detail = None, ""
-        if done.exit_code == _KILLED and done.timed_out is None:  # by a signal, or a shell says so of its child
-            reason, detail = await self._why_killed(sandbox, done.exec_id)
-        sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({reason})" if reason else ""))
-        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, reason=reason, detail=detail)
+        done = decode(reply, _Done)
+        detail = await self._detail(sandbox, done) if done.reason is not None else ""
+        sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({done.reason})" if done.reason else ""))
+        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, detail=detail)
 
-    async def _why_killed(self, sandbox: Sandbox, exec_id: str) -> tuple[str | None, str]:
-        """A command died of SIGKILL: the kernel's counters tell whether the memory limit did it."""
-        if (known := sandbox.why_ended(exec_id)) is not None:
-            return known
-        try:
+    async def _detail(self, sandbox: Sandbox, done: _Done) -> str:
+        """The limit that a command met, and the use of it."""
+        args = sandbox.args
+        if done.reason == "pids":
+            return f"too many processes: limit {args.pids_limit}, {done.amount} refused while it ran"
+        if done.reason == "disk_full":
+            return f"the disk is full: limit {args.disk_limit_mb} MiB, {done.amount / _MIB:.1f} MiB used"
+        peak = ""
+        with suppress(LauncherFailed):  # it ends just now
             usage = await self._lifecycle.backend.usage(sandbox.id)
-        except LauncherFailed:
-            if not sandbox.lives:
-                raise sandbox.unavailable() from None
-            return None, ""
-        if (known := sandbox.why_ended(exec_id)) is not None:  # somebody else asked meanwhile
-            return known
-        why: tuple[str | None, str] = None, ""
-        if usage.oom_kills > sandbox.oom_kills:
             self._lifecycle.account_oom(sandbox, usage.oom_kills)
-            limit = sandbox.args.memory_limit_mb
             peak = f", peak {usage.memory_peak >> 20} MiB" if usage.memory_peak > 0 else ""
-            why = "oom", f"out of memory: limit {limit} MiB{peak}, {usage.oom_kills} killed in this sandbox so far"
-        sandbox.remember_why(exec_id, why)
-        return why
+        return f"out of memory: limit {args.memory_limit_mb} MiB{peak}, {done.amount} killed while it ran"
+
+
+def _harmless_twice(method: str, fields: dict[str, msgspec.Raw]) -> bool:
+    """A write to stdin that says where it belongs is taken once, however often it comes."""
+    return method in _RESENDABLE or (method == "exec.write" and "offset" in fields)
 
 
 async def _has_ended(sandbox: Sandbox) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,6 @@ from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 from .pause import Sleep
 
 _LOG_LINES = 200
-_REASONS = 256
 _ENDED = (State.STOPPED, State.FAILED)
 
 
@@ -46,7 +45,6 @@ class Sandbox:
         self.pidfd = -1
         self.oom_kills = 0
         self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
-        self._why_ended: OrderedDict[str, tuple[str | None, str]] = OrderedDict()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.sleep = Sleep()
@@ -65,15 +63,6 @@ class Sandbox:
 
     def log(self, line: str) -> None:
         self.lines.append((time.time(), line))
-
-    def why_ended(self, exec_id: str) -> tuple[str | None, str] | None:
-        """(reason, detail) of a killed command, once found out: whoever asks again is told the same."""
-        return self._why_ended.get(exec_id)
-
-    def remember_why(self, exec_id: str, why: tuple[str | None, str]) -> None:
-        self._why_ended.setdefault(exec_id, why)
-        if len(self._why_ended) > _REASONS:
-            self._why_ended.popitem(last=False)
 
     @property
     def lives(self) -> bool:

@@ -39,7 +39,7 @@ from .sandbox import Sandbox
 MAX_BURST = 100_000
 MAX_CHANGES = 256 * 1024 * 1024  # one file's contents are held whole on their way
 _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
-_EXEC_METHODS = ("exec.write", "exec.close_stdin", "exec.signal", "exec.list")
+_EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.list")
 
 
 class _Create(msgspec.Struct, frozen=True):
@@ -122,6 +122,7 @@ class Service:
             "exec": self._relay.exec,
             "exec.attach": self._relay.attach,
             "fs.watch": self._relay.watch,
+            "exec.poll": self._relay.poll,
             "edge.status": self.status,
             "layers.list": self.layers_list,
             "layers.inspect": self.layers_inspect,

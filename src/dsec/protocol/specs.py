@@ -139,6 +139,24 @@ class CreateOutcome(msgspec.Struct, frozen=True):
     error: dict[str, object] | None = None
 
 
+class ExecLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Limits of one command below the sandbox's own, as setrlimit(2) has them: of each of its processes alone, inherited.
+
+    cpu_s: seconds of CPU time; SIGXCPU, a second later SIGKILL. memory_mb: address space, MiB; allocations fail (ENOMEM).
+    file_mb: size of a file that is written, MiB; SIGXFSZ (EFBIG where it is ignored). open_files: EMFILE beyond it.
+    processes: of the same user in the whole sandbox; fork fails with EAGAIN beyond it. core_mb: core files (none unless
+    asked). stack_mb: SIGSEGV beyond it; a quarter of it bounds arguments and environment. None: the sandbox's own.
+    """
+
+    cpu_s: int | None = None
+    memory_mb: int | None = None
+    file_mb: int | None = None
+    open_files: int | None = None
+    processes: int | None = None
+    core_mb: int | None = None
+    stack_mb: int | None = None
+
+
 class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One command. argv, or line (run by the image's bash, else sh, as `-c line`), never both.
 
@@ -160,10 +178,16 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_output_bytes: Whole = 16 * 1024 * 1024
     merge_stderr: bool = False
     detached: bool = False
+    limits: ExecLimits | None = None
 
 
 class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
-    """How a command ended; the output travels beside it. reason names a limit that ended it ("oom"), with `detail`."""
+    """How a command ended; the output travels beside it.
+
+    reason names a limit of the sandbox that a failed command met: "oom" (one of its processes was killed for want of memory),
+    "disk_full" (nothing more could be written when it ended), "pids" (forks were refused while it ran); `detail` has the
+    limit and the use.
+    """
 
     exec_id: str
     exit_code: int
@@ -175,7 +199,7 @@ class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: Literal["deadline", "idle"] | None = None
     duration_s: float = 0.0
     incarnation: int = 0
-    reason: str | None = None
+    reason: Literal["oom", "disk_full", "pids"] | None = None
     detail: str = ""
 
 
@@ -188,6 +212,8 @@ class ExecReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A command. stdout_bytes and stderr_bytes: written so far; stdin_bytes: taken from its callers so far."""
+
     exec_id: str
     argv: tuple[bytes, ...]
     running: bool
@@ -198,6 +224,7 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     signal: str | None = None
     stdout_bytes: int = 0
     stderr_bytes: int = 0
+    stdin_bytes: int = 0
 
 
 class FileKind(str, Enum):

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
+
+import msgspec
 
 from dsec.protocol.ids import new_exec_id
-from dsec.protocol.specs import ExecReply, ExecSpec
+from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec
 
 from .errors import InvalidRequest
 from .results import ExecResult, exec_result
+from .stdin import Feeder, feed
 from .transport import Target, Transport, encode
 
+Stdin = bytes | bytearray | memoryview | str | AsyncIterable[bytes] | None
+
+INLINE = 256 * 1024  # bytes of stdin that go with the command itself
 WAIT_S = 25  # one answer; shorter than what proxies between us and the service usually allow
+
+
+class Started(msgspec.Struct, frozen=True):
+    exec_id: str
+    pid: int = 0
 
 
 class ExecBody(ExecSpec, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,6 +40,12 @@ def seconds(name: str, value: float | None, *, low: float) -> None:
         raise InvalidRequest(f"{name}={value} is not a number of seconds", hint="None means no limit")
 
 
+def source_of(stdin: Stdin) -> bytes | AsyncIterable[bytes] | None:
+    if isinstance(stdin, str):
+        return stdin.encode()
+    return bytes(stdin) if isinstance(stdin, bytearray | memoryview) else stdin
+
+
 def text_or_bytes(text: str | bytes) -> bytes:
     return os.fsencode(text)
 
@@ -38,19 +56,22 @@ def body_of(
     cwd: str | bytes | None,
     env: Mapping[str, str] | None,
     user: str | None,
-    stdin: bytes | str | None,
+    stdin: Stdin,
     timeout: float | None,
     idle_timeout: float | None,
     max_output_bytes: int,
     merge_stderr: bool,
     exec_id: str | None,
+    limits: ExecLimits | None,
     stdin_open: bool = False,
 ) -> ExecBody:
-    """The request for a shell line (bytes) or an argv."""
+    """The request for a shell line (bytes) or an argv. Of a long stdin it carries the beginning."""
     seconds("timeout", timeout, low=0)
     seconds("idle_timeout", idle_timeout, low=0)
     if not isinstance(command, bytes) and (isinstance(command, str) or not command):
         raise InvalidRequest(f"argv is {command!r}, not a list of a program and its arguments")
+    source = source_of(stdin)
+    inline = source[:INLINE] if isinstance(source, bytes) else None
     return ExecBody(
         exec_id=exec_id or new_exec_id(),
         line=command if isinstance(command, bytes) else None,
@@ -58,23 +79,47 @@ def body_of(
         cwd=None if cwd is None else os.fsencode(cwd),
         env=dict(env or {}),
         user=user,
-        stdin=stdin.encode() if isinstance(stdin, str) else stdin,
-        stdin_open=stdin_open,
+        stdin=inline,
+        stdin_open=stdin_open or inline != source,
         timeout=timeout,
         idle_timeout=idle_timeout,
         max_output_bytes=max_output_bytes,
         merge_stderr=merge_stderr,
+        limits=limits,
         wait_s=WAIT_S,
     )
 
 
-async def run(transport: Transport, target: Target, body: ExecBody) -> ExecResult:
+async def run(transport: Transport, target: Target, body: ExecBody, stdin: Stdin = None) -> ExecResult:
     """Sends the command once, then asks for the rest of it until it has ended. No time limit of ours."""
+    if body.stdin_open:
+        return await _run_and_feed(transport, target, body, stdin)
     path = f"/v1/sandboxes/{target.sandbox_id}/exec"
     reply = await transport.call("POST", path, ExecReply, body=encode(body), target=target, wait=WAIT_S)
     if reply.done is not None:
         return exec_result(reply.done, reply.stdout, reply.stderr)
     return await rest(transport, target, body.exec_id, [reply.stdout], [reply.stderr])
+
+
+async def _run_and_feed(transport: Transport, target: Target, body: ExecBody, stdin: Stdin) -> ExecResult:
+    """For a long stdin: the command is started, then fed and followed side by side."""
+    source = source_of(stdin)
+    assert source is not None
+    path = f"/v1/sandboxes/{target.sandbox_id}/processes"
+    await transport.call("POST", path, Started, body=encode(body), target=target)
+    inline = len(body.stdin or b"")
+    feeder = Feeder(transport, target, body.exec_id, "", inline)
+    feeding = asyncio.ensure_future(feed(feeder, source[inline:] if isinstance(source, bytes) else source))
+    following = asyncio.ensure_future(rest(transport, target, body.exec_id, [], []))
+    try:
+        await asyncio.wait({feeding, following}, return_when=asyncio.FIRST_COMPLETED)
+        if not following.done():
+            await feeding
+        return await following
+    finally:
+        for task in (feeding, following):
+            task.cancel()
+        await asyncio.gather(feeding, following, return_exceptions=True)
 
 
 async def rest(

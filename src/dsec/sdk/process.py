@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -11,11 +12,12 @@ import aiohttp
 import msgspec
 
 from dsec.protocol.errors import ErrorBody
-from dsec.protocol.specs import ExecDone
+from dsec.protocol.specs import ExecDone, ExecReply
 
 from .commands import rest
 from .errors import ConnectionLost, from_body
 from .results import Event, ExecResult, Exit, Stderr, Stdout, exec_result
+from .stdin import Feeder
 from .transport import Target, Transport, cut, decode, encode
 
 _HEAD = struct.Struct("<BQ")
@@ -38,6 +40,7 @@ class Process:
         self._transport = transport
         self._target = target
         self._path = f"/v1/sandboxes/{target.sandbox_id}/processes/{exec_id}"
+        self._stdin = Feeder(transport, target, exec_id, secrets.token_hex(8))
 
     def __repr__(self) -> str:
         return f"Process({self.exec_id!r})"
@@ -93,24 +96,27 @@ class Process:
     async def write(self, data: bytes | str) -> None:
         """Appends to stdin; returns when the sandbox holds the bytes, so a command that does not read slows the writer.
 
-        Not repeated when the connection is lost: ConnectionLost then means that the bytes may or may not have arrived.
+        Nothing is lost or doubled when connections break meanwhile. Conflict when stdin is closed or nobody reads it.
         """
-        body = data.encode() if isinstance(data, str) else bytes(data)
-        await self._stdin(body, close=False)
+        await self._stdin.write(data.encode() if isinstance(data, str) else bytes(data))
 
     async def close_stdin(self) -> None:
         """No more bytes: the command reads end-of-file."""
-        await self._stdin(b"", close=True)
-
-    async def _stdin(self, body: bytes, *, close: bool) -> None:
-        query = {"close": "1"} if close else None
-        path = f"{self._path}/stdin"
-        await self._transport.request("POST", path, query=query, body=body, target=self._target, repeat=close)
+        await self._stdin.close()
 
     async def signal(self, name: str | int) -> None:
         """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree."""
         body = encode({"signal": name})
         await self._transport.request("POST", f"{self._path}/signal", body=body, target=self._target)
+
+    async def kill(self) -> None:
+        """Ends the command's whole tree, whatever sessions and parents its processes made for themselves."""
+        await self.signal("KILL")
+
+    async def poll(self) -> ExecResult | None:
+        """How it ended (without its output, which `wait` and `events` bring), or None while it runs. Does not wait."""
+        reply = await self._transport.call("GET", self._path, ExecReply, query={"output": "false"}, target=self._target)
+        return None if reply.done is None else exec_result(reply.done, b"", b"")
 
     async def wait(self, *, check: bool = False) -> ExecResult:
         """Its end with all output kept of it. May be called again, and from another program."""

@@ -16,9 +16,9 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
     exit_code: 127 for a missing command, 126 for one that cannot be executed, 128+n for signal n, whose name is in `signal`
     ("KILL"). A deadline gives 137, KILL and `timed_out`. stdout_bytes and stderr_bytes are the true sizes even where the
-    output kept is shorter (`*_truncated`). duration_s in seconds. reason names a limit that ended the command ("oom"),
-    `detail` the limit and the use. step and replayed belong to rollouts: the step's number, and whether it was answered
-    from the log.
+    output kept is shorter (`*_truncated`). duration_s in seconds. reason names a limit of the sandbox that a failed command
+    met ("oom", "disk_full", "pids"), `detail` the limit and the use. step and replayed belong to rollouts: the step's number,
+    and whether it was answered from the log.
     """
 
     exit_code: int
@@ -35,7 +35,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     step: int | None = None
     replayed: bool = False
-    reason: str | None = None
+    reason: Literal["oom", "disk_full", "pids"] | None = None
     detail: str = ""
 
     @property

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from dsec.protocol.specs import Change, ChangeSet, Network, ProcessInfo, SandboxInfo, Usage
+from dsec.protocol.specs import Change, ChangeSet, ExecLimits, Network, ProcessInfo, SandboxInfo, Usage
 
-from .commands import body_of, run, seconds, text_or_bytes
+from .commands import Started, body_of, run, seconds, text_or_bytes
 from .errors import DSecError, NotFound
 from .files import Files
 from .process import Process
@@ -19,11 +19,6 @@ from .results import ExecResult, LogLine
 from .transport import NDJSON, Target, Transport, cut, decode, encode, json_lines
 
 _MIB = 1024 * 1024
-
-
-class _Started(msgspec.Struct):
-    exec_id: str
-    pid: int = 0
 
 
 class _Line(msgspec.Struct):
@@ -90,12 +85,13 @@ class Sandbox:
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | str | None = None,
+        stdin: bytes | bytearray | memoryview | str | AsyncIterable[bytes] | None = None,
         timeout: float | None = 600,
         idle_timeout: float | None = None,
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a line in the image's bash (else sh) and waits for its end, however long that takes.
@@ -103,13 +99,14 @@ class Sandbox:
         cwd and user default to the sandbox's; env is added to it; stdin None is /dev/null. timeout and idle_timeout (no
         output) in seconds: at either the command's whole tree is killed, the output so far kept (`result.timed_out`).
         max_output_bytes is kept of each stream. The same exec_id again gives the first run's result and runs nothing.
+        limits: resource limits of its processes below the sandbox's own. stdin may be given piece by piece.
         check=True raises CommandFailed unless the exit code is 0.
         """
         body = body_of(
             text_or_bytes(line), cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, idle_timeout=idle_timeout,
-            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id, limits=limits,
         )  # fmt: skip
-        result = await run(self._transport, self._target, body)
+        result = await run(self._transport, self._target, body, stdin)
         return result.check() if check else result
 
     async def exec(
@@ -119,20 +116,21 @@ class Sandbox:
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
-        stdin: bytes | str | None = None,
+        stdin: bytes | bytearray | memoryview | str | AsyncIterable[bytes] | None = None,
         timeout: float | None = 600,
         idle_timeout: float | None = None,
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a program with its arguments, no shell in between. Everything else as in `run_shell`."""
         body = body_of(
             argv, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, idle_timeout=idle_timeout,
-            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id, limits=limits,
         )  # fmt: skip
-        result = await run(self._transport, self._target, body)
+        result = await run(self._transport, self._target, body, stdin)
         return result.check() if check else result
 
     async def start(
@@ -148,6 +146,7 @@ class Sandbox:
         max_output_bytes: int = 16 * _MIB,
         merge_stderr: bool = False,
         exec_id: str | None = None,
+        limits: ExecLimits | None = None,
     ) -> Process:
         """Starts a command (a string is a shell line) and returns at once; stdin=True keeps a pipe open for `process.write`.
 
@@ -156,10 +155,11 @@ class Sandbox:
         command = text_or_bytes(argv_or_line) if isinstance(argv_or_line, str) else argv_or_line
         body = body_of(
             command, cwd=cwd, env=env, user=user, stdin=None, timeout=timeout, idle_timeout=idle_timeout,
-            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id, stdin_open=stdin,
+            max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
+            limits=limits, stdin_open=stdin,
         )  # fmt: skip
         path = f"{self._path}/processes"
-        started = await self._transport.call("POST", path, _Started, body=encode(body), target=self._target)
+        started = await self._transport.call("POST", path, Started, body=encode(body), target=self._target)
         return Process(self._transport, self._target, started.exec_id, started.pid)
 
     async def process(self, exec_id: str) -> Process:

@@ -4,9 +4,12 @@
 //! and a command that nobody follows runs on. One place (`reap`) learns how processes ended.
 
 use super::fault::Fault;
+use super::feed::{Fed, From};
 use super::log::Log;
 use super::os::{self, Epoll, Scratch, Watched};
+use super::reasons::{self, End, Reason, Reasons, Seen};
 use super::spawn::{self, Ends, Failed, Plan, Setting};
+use super::stage::Stage;
 use super::token;
 use crate::birth::Birth;
 use crate::msgpack::{Pack, Value};
@@ -76,10 +79,16 @@ pub struct Command {
     idle: Option<f64>,
     last_output: f64,
     stdin: Option<Stdin>,
+    fed: Fed,
     /// DATA bytes of a stream that reached the pipe (or nobody any more): credit to give back.
     stdin_taken: u32,
     stdin_owed: u32,
     killed: Option<&'static str>,
+    /// A client sent it KILL.
+    kill_asked: bool,
+    /// The limits' counters when it started, and what they said when it had ended.
+    seen: Seen,
+    reason: Option<Reason>,
     /// Wait status and time of the main process's end.
     ended: Option<(i32, f64)>,
     /// Exit code of a command that could not be executed (126, 127).
@@ -106,6 +115,8 @@ pub struct Chronus {
     /// When to look at them again, and how long after that the next time.
     groups_again: Option<(f64, f64)>,
     next: u32,
+    pub stage: Stage,
+    reasons: Reasons,
     /// A command failed to start since the last tick.
     failed: bool,
 }
@@ -173,6 +184,8 @@ impl Chronus {
             groups: VecDeque::new(),
             groups_again: None,
             next: 1,
+            stage: Stage::default(),
+            reasons: Reasons::default(),
             failed: false,
         }
     }
@@ -190,7 +203,11 @@ impl Chronus {
     /// Starts the command that `exec` asks for; its number.
     pub fn start(&mut self, params: Value, epoll: &Epoll) -> Result<u32, Fault> {
         let exec_id = exec_id(params)?.to_owned();
-        let plan = Plan::new(params, self.birth)?;
+        let staged = match params.get("staged").and_then(Value::u64) {
+            Some(size) => self.stage.take(&exec_id, size)?,
+            None => Vec::new(),
+        };
+        let plan = Plan::new(params, Value::check(&staged).unwrap_or(params), self.birth)?;
         let now = os::now();
         let limit = params.get("max_output_bytes").and_then(Value::u64).unwrap_or(16 << 20).min(self.birth.max_output);
         let deadline = seconds(params, "timeout")?.map(|s| now + s);
@@ -205,12 +222,15 @@ impl Chronus {
             libc::EPIPE => Fault::new("connection_lost", format!("no control groups yet: {}", f.what)).retryable(),
             errno => Fault::internal(&format!("no control groups for commands: {}", f.what), errno),
         })?;
+        let seen = reasons::look(self.setting.groups.counters());
         let pid = plan.start(number, &self.setting, &ends)?;
         drop(ends);
 
         let mut outputs = [Output::default(); 2];
         ours.pipes.iter().for_each(|(_, pipe)| outputs[usize::from(pipe.stream)].open = true);
         self.pipes.extend(ours.pipes);
+        let mut fed = Fed::default();
+        fed.take(&From::default(), params.get("stdin").and_then(Value::bytes).map_or(0, <[u8]>::len));
         let queue = params.get("stdin").and_then(Value::bytes).unwrap_or_default().to_vec();
         let close_after = !flag(params, "stdin_open");
         let (cwd, user) = (plan.cwd().to_vec(), plan.user_name());
@@ -230,9 +250,13 @@ impl Chronus {
             idle,
             last_output: now,
             stdin: ours.stdin.map(|fd| Stdin { fd, queue, written: 0, close_after }),
+            fed,
             stdin_taken: 0,
             stdin_owed: 0,
             killed: None,
+            kill_asked: false,
+            seen,
+            reason: None,
             ended: None,
             unexecuted: None,
         };
@@ -314,18 +338,33 @@ impl Chronus {
     pub fn reap(&mut self) -> bool {
         for _ in 0..REAPS_A_TURN {
             let mut status = 0;
-            let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG | libc::__WALL) };
+            let mut used: libc::rusage = unsafe { std::mem::zeroed() };
+            let pid = unsafe { libc::wait4(-1, &mut status, libc::WNOHANG | libc::__WALL, &mut used) };
             if pid <= 0 {
                 return false;
             }
+            let peak = used.ru_maxrss.max(0) as u64 * 1024;
             let main = |(_, command): &(&u32, &mut Box<Command>)| command.pid == pid && command.ended.is_none();
             if let Some((number, command)) = self.commands.iter_mut().find(main) {
                 command.ended = Some((status, os::now()));
                 let number = *number;
                 self.on_status(number); // whatever it had to say about its start is in the pipe
+                self.find_reason(number, peak);
+            } else if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
+                self.reasons.orphan(self.setting.groups.counters(), peak);
             }
         }
         true
+    }
+
+    /// Which limit a command met that has just ended. `peak`: the most memory that one of its processes had, bytes.
+    fn find_reason(&mut self, number: u32, peak: u64) {
+        let others = self.commands.iter().any(|(other, command)| *other != number && command.active());
+        let alone = !others && self.groups.is_empty();
+        let Some(command) = self.commands.get_mut(&number) else { return };
+        let failed = command.outcome().0 != 0;
+        let end = End { failed, asked: command.kill_asked, alone, peak };
+        command.reason = self.reasons.of(self.setting.groups.counters(), command.seen, &end);
     }
 
     // -- time --
@@ -411,12 +450,44 @@ impl Chronus {
         let Some(command) = self.commands.get_mut(&number) else { return };
         if of_stream {
             command.stdin_owed += 1 + bytes.len() as u32;
+            command.fed.take(&From::default(), bytes.len());
         }
         match &mut command.stdin {
             Some(stdin) if !stdin.close_after => stdin.queue.extend_from_slice(bytes),
             _ => {}
         }
         self.push_stdin(number, epoll);
+    }
+
+    /// `exec.write`: takes what of `bytes` was not taken before. None: there is no room yet.
+    pub fn feed(&mut self, number: u32, from: &From, bytes: &[u8], epoll: &Epoll) -> Result<Option<Vec<u8>>, Fault> {
+        let command = self.commands.get(&number).ok_or_else(|| unknown("of this stdin"))?;
+        let rest = &bytes[command.fed.known(from, bytes.len())?..];
+        if !rest.is_empty() {
+            if !self.stdin_is_open(number) {
+                return Err(Fault::new("conflict", "the command's stdin is closed, or nobody reads it any more")
+                    .hint("only a command that was started with stdin_open takes more"));
+            }
+            if !self.stdin_room(number, rest.len()) {
+                return Ok(None);
+            }
+            self.stdin_write(number, rest, false, epoll);
+        }
+        let open = self.stdin_is_open(number);
+        let Some(command) = self.commands.get_mut(&number) else { return Ok(None) };
+        if !rest.is_empty() {
+            command.fed.take(from, rest.len());
+        }
+        Ok(Some(command.fed.reply(from, open)))
+    }
+
+    /// `exec.close_stdin`: nothing comes after the writer's bytes up to its offset.
+    pub fn finish_stdin(&mut self, params: Value, epoll: &Epoll) -> Result<(), Fault> {
+        let number = self.find(exec_id(params)?)?;
+        let Some(command) = self.commands.get(&number) else { return Ok(()) };
+        command.fed.known(&From::new(params)?, 0)?;
+        self.stdin_close(number, epoll);
+        Ok(())
     }
 
     pub fn stdin_close(&mut self, number: u32, epoll: &Epoll) {
@@ -467,8 +538,9 @@ impl Chronus {
         let number = self.find(exec_id(params)?)?;
         let signal = params.get("signal").and_then(Value::u64).filter(|s| (1..=64).contains(s));
         let signal = signal.ok_or_else(|| Fault::invalid("signal must be a number from 1 to 64"))? as i32;
-        let Some(command) = self.commands.get(&number) else { return Ok(()) };
+        let Some(command) = self.commands.get_mut(&number) else { return Ok(()) };
         if signal == libc::SIGKILL {
+            command.kill_asked = true;
             spawn::kill_tree(self.setting.cgroup2, number, command.ended.is_none().then_some(command.pid));
         } else if command.ended.is_none() {
             unsafe { libc::kill(-command.pid, signal) };
@@ -595,11 +667,13 @@ impl Command {
             Some(text) => pack.str(text),
             None => pack.nil(),
         };
-        let pack = Pack::default().map(10).str("exec_id").str(&self.exec_id).str("exit_code").uint(code);
+        let pack = Pack::default().map(12).str("exec_id").str(&self.exec_id).str("exit_code").uint(code);
         let pack = text(pack.str("signal"), signal.as_deref());
         let pack = pack.str("stdout_bytes").uint(stdout.seen).str("stderr_bytes").uint(stderr.seen);
         let pack = pack.str("stdout_truncated").bool(stdout.truncated).str("stderr_truncated").bool(stderr.truncated);
         let pack = text(pack.str("timed_out"), timed_out);
+        let pack = text(pack.str("reason"), self.reason.map(|reason| reason.name));
+        let pack = pack.str("amount").uint(self.reason.map_or(0, |reason| reason.amount));
         pack.str("duration_s").float(duration).str("incarnation").uint(incarnation).0
     }
 
@@ -608,7 +682,7 @@ impl Command {
         let done = matches!(self.state, State::Done);
         let arguments =
             || self.title.split_inclusive(|b| *b == 0).map(|argument| argument.strip_suffix(b"\0").unwrap_or(argument));
-        let pack = pack.map(10).str("exec_id").str(&self.exec_id).str("argv").array(arguments().count());
+        let pack = pack.map(11).str("exec_id").str(&self.exec_id).str("argv").array(arguments().count());
         let mut pack = arguments().fold(pack, |pack, argument| pack.bin(argument));
         pack = pack.str("running").bool(!done).str("started_at").float(self.started_unix);
         pack = pack.str("detached").bool(self.detached).str("pid").uint(self.pid as u64).str("exit_code");
@@ -617,7 +691,8 @@ impl Command {
             Some(name) if done => pack.str(&name),
             _ => pack.nil(),
         };
-        pack.str("stdout_bytes").uint(self.outputs[0].seen).str("stderr_bytes").uint(self.outputs[1].seen)
+        pack = pack.str("stdout_bytes").uint(self.outputs[0].seen).str("stderr_bytes").uint(self.outputs[1].seen);
+        pack.str("stdin_bytes").uint(self.fed.total)
     }
 }
 

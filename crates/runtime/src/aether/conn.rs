@@ -2,6 +2,7 @@
 
 use super::chronus::{self, Chronus, State};
 use super::fault::Fault;
+use super::feed::From;
 use super::files;
 use super::log::Place;
 use super::os::{self, Epoll, Scratch, Watched};
@@ -98,6 +99,7 @@ enum Work {
     /// Data for a command's stdin that waits for room in its queue.
     Write {
         command: u32,
+        from: From,
         data: Vec<u8>,
     },
     Job(Box<dyn Job>),
@@ -368,11 +370,10 @@ impl Conn {
                 Some((_, pid)) => Ok(Step::Done(Pack::default().map(1).str("pid").uint(pid as u64).0)),
                 None => Err(gone()),
             },
-            Work::Write { command, data } if chronus.stdin_room(*command, data.len()) => {
-                chronus.stdin_write(*command, data, false, context.epoll);
-                Ok(Step::Done(Pack::default().map(0).0))
+            Work::Write { command, from, data } => {
+                let taken = chronus.feed(*command, from, data, context.epoll)?;
+                Ok(taken.map_or(Step::Wait, Step::Done))
             }
-            Work::Write { .. } => Ok(Step::Wait),
             Work::Follow { command, place, cursor, feeds } => {
                 if *feeds {
                     let taken = chronus.stdin_taken(*command);
@@ -511,16 +512,21 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         "exec.write" => {
             let command = chronus.find(number()?)?;
             let data = params.get("data").and_then(Value::bytes).ok_or_else(|| Fault::invalid("data must be bytes"))?;
-            match chronus.stdin_is_open(command) {
-                true => Ok(Outcome::Work(Work::Write { command, data: data.to_vec() })),
-                false => Err(Fault::new("conflict", "the command's stdin is closed, or was never open")
-                    .hint("start the command with stdin_open")),
-            }
+            Ok(Outcome::Work(Work::Write { command, from: From::new(params)?, data: data.to_vec() }))
         }
         "exec.close_stdin" => {
-            let command = chronus.find(number()?)?;
-            chronus.stdin_close(command, epoll);
+            chronus.finish_stdin(params, epoll)?;
             nothing()
+        }
+        "exec.stage" => {
+            chronus.stage.put(number()?, params)?;
+            nothing()
+        }
+        "exec.poll" => {
+            let command = chronus.find(number()?)?;
+            let done = |c: &chronus::Command| c.pack_done(chronus.birth.incarnation);
+            let ended = chronus.get(command).filter(|command| matches!(command.state, State::Done));
+            Ok(Outcome::Reply(ended.map_or_else(|| Pack::default().nil().0, done)))
         }
         "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
         "exec.list" => Ok(Outcome::Reply(chronus.list())),

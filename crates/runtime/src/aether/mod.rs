@@ -7,11 +7,15 @@
 mod chronus;
 mod conn;
 mod fault;
+mod feed;
 mod files;
+mod limits;
 mod log;
 mod os;
 mod ports;
+mod reasons;
 mod spawn;
+mod stage;
 mod tar;
 mod untar;
 mod users;

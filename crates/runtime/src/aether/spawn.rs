@@ -1,6 +1,7 @@
 //! Starting a command: everything is looked up and laid out before clone; between clone and exec only system calls.
 
 use super::fault::{describe, Fault};
+use super::limits::Limits;
 use super::os::{self, check, errno, Errno, Fd};
 use super::users::{self, User};
 use crate::birth::Birth;
@@ -11,6 +12,8 @@ use std::collections::BTreeMap;
 use std::ffi::{c_char, CStr};
 
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+/// The longest argument that the kernel takes, with its NUL; a longer shell line goes through a descriptor.
+const MAX_ARGUMENT: usize = 128 * 1024;
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// C strings side by side, as execve wants them.
@@ -50,28 +53,36 @@ pub struct Plan {
     programs: Strings,
     /// Where to start: the first of these that can be entered.
     cwds: Strings,
+    limits: Limits,
+    /// A shell line that is too long to be an argument.
+    script: Option<Fd>,
 }
 
 impl Plan {
-    /// From the parameters of `exec`.
-    pub fn new(params: Value, birth: &Birth) -> Result<Plan, Fault> {
+    /// From the parameters of `exec`, and those that were sent ahead of it (or the same again).
+    pub fn new(params: Value, ahead: Value, birth: &Birth) -> Result<Plan, Fault> {
         let wanted = params.get("user").and_then(Value::str).unwrap_or(&birth.init_user);
         let user = users::look_up(if wanted.is_empty() { "root" } else { wanted })?;
         let owner = user.clone();
-        let env = environment(params, birth, &owner)?;
+        let env = environment(params, ahead, birth, &owner)?;
         let mut plan = Plan {
             user,
             argv: Strings::default(),
             env: Strings::default(),
             programs: Strings::default(),
             cwds: Strings::default(),
+            limits: Limits::new(params)?,
+            script: None,
         };
         for (name, value) in &env {
             plan.env.push(&[name, b"=", value]);
         }
-        match params.get("line").map(|line| line.bytes().ok_or(())) {
+        match params.get("line").or(ahead.get("line")).map(|line| line.bytes().ok_or(())) {
             Some(line) => plan.shell(line.map_err(|()| Fault::invalid("line must be bytes"))?)?,
-            None => plan.arguments(params, env.get(&b"PATH"[..]).copied().unwrap_or(DEFAULT_PATH))?,
+            None => {
+                let sent_ahead = ahead.get("argv").and_then(Value::bytes);
+                plan.arguments(params, sent_ahead, env.get(&b"PATH"[..]).copied().unwrap_or(DEFAULT_PATH))?;
+            }
         }
         plan.directories(params, birth)?;
         Ok(plan)
@@ -83,14 +94,23 @@ impl Plan {
         self.programs.push(&[shell]);
         self.argv.push(&[shell]);
         self.argv.push(&[b"-c"]);
-        if self.argv.push(&[line]) {
-            Ok(())
-        } else {
-            Err(Fault::invalid("the command line has a NUL byte in it"))
+        if line.contains(&0) {
+            return Err(Fault::invalid("the command line has a NUL byte in it"));
         }
+        if line.len() < MAX_ARGUMENT {
+            self.argv.push(&[line]);
+            return Ok(());
+        }
+        let script = script(line).map_err(|e| Fault::internal("cannot hold the command line", e))?;
+        self.script = Some(script);
+        self.argv.push(&[READ_SCRIPT]);
+        Ok(())
     }
 
-    fn arguments(&mut self, params: Value, path: &[u8]) -> Result<(), Fault> {
+    fn arguments(&mut self, params: Value, ahead: Option<&[u8]>, path: &[u8]) -> Result<(), Fault> {
+        for argument in ahead.unwrap_or_default().split_inclusive(|b| *b == 0) {
+            self.argv.push(&[argument.strip_suffix(b"\0").unwrap_or(argument)]);
+        }
         let argv = params.get("argv").and_then(Value::array).ok_or_else(|| Fault::invalid("argv must be a list"))?;
         for (index, argument) in argv.enumerate() {
             let bytes = argument.bytes().ok_or_else(|| Fault::invalid(format!("argument {index} must be bytes")))?;
@@ -132,8 +152,27 @@ impl Plan {
     }
 }
 
+/// The shell reads all of it at once, as it would an argument; its first command closes the descriptor.
+const READ_SCRIPT: &[u8] = b". /proc/self/fd/4";
+const CLOSE_SCRIPT: &[u8] = b"exec 4<&-; ";
+const SCRIPT: i32 = 4;
+
+/// A file without a name that holds a shell line.
+fn script(line: &[u8]) -> os::Result<Fd> {
+    let file = check(unsafe { libc::memfd_create(c"line".as_ptr(), libc::MFD_CLOEXEC) }).map(|fd| Fd(fd as i32))?;
+    os::write_all(file.0, CLOSE_SCRIPT)?;
+    os::write_all(file.0, line)?;
+    os::write_all(file.0, b"\n")?;
+    Ok(file)
+}
+
 /// PATH, what passwd says of the user, the sandbox's own variables, the command's: the later wins.
-fn environment<'a>(params: Value<'a>, birth: &'a Birth, user: &'a User) -> Result<BTreeMap<&'a [u8], &'a [u8]>, Fault> {
+fn environment<'a>(
+    params: Value<'a>,
+    ahead: Value<'a>,
+    birth: &'a Birth,
+    user: &'a User,
+) -> Result<BTreeMap<&'a [u8], &'a [u8]>, Fault> {
     let shell: &[u8] = if user.shell.is_empty() { b"/bin/sh" } else { &user.shell };
     let home: &[u8] = if user.home.is_empty() { b"/" } else { &user.home };
     let name = &user.name[..];
@@ -153,6 +192,11 @@ fn environment<'a>(params: Value<'a>, birth: &'a Birth, user: &'a User) -> Resul
             };
             env.insert(name, value);
         }
+    }
+    let sent_ahead = ahead.get("env").and_then(Value::bytes).unwrap_or_default();
+    for variable in sent_ahead.split(|b| *b == 0).filter(|variable| !variable.is_empty()) {
+        let equals = variable.iter().position(|b| *b == b'=').unwrap_or(variable.len());
+        env.insert(&variable[..equals], variable.get(equals + 1..).unwrap_or_default());
     }
     for (name, value) in &env {
         if name.is_empty() || name.contains(&b'=') || name.contains(&0) || value.contains(&0) {
@@ -263,6 +307,7 @@ enum Stage {
     Descriptors,
     User,
     Cwd,
+    Limits,
     Filter,
     Exec,
 }
@@ -283,8 +328,8 @@ pub fn explain(report: &[u8; REPORT], plan_name: &[u8], cwd: &[u8], user: &str) 
     if stage == Stage::Exec as u32 {
         return match errno {
             libc::E2BIG => Failed::Fault(
-                Fault::new("too_large", format!("{name}: arguments and environment are longer than the kernel takes"))
-                    .hint("pass large input through a file or stdin"),
+                Fault::new("too_large", format!("{name}: an argument, or all with the environment, is longer than the kernel takes"))
+                    .hint("one argument may have 128 KiB, all together with the environment 2 MiB (or a quarter of stack_mb); pass more through stdin or a file"),
             ),
             libc::ENOENT if !plan_name.contains(&b'/') => {
                 Failed::Shell { code: 127, message: format!("dsec: {name}: command not found\n") }
@@ -375,6 +420,9 @@ impl Child<'_> {
             self.set_descriptors();
             self.become_user();
             self.enter_directory();
+            if !self.plan.limits.set() {
+                self.fail(Stage::Limits, *libc::__errno_location());
+            }
             if let Err(error) = seccomp::install_command_filter() {
                 self.fail(Stage::Filter, error.0);
             }
@@ -405,7 +453,16 @@ impl Child<'_> {
         for (from, to) in [(self.ends.stdin.0, 0), (self.ends.stdout.0, 1), (stderr.0, 2)] {
             self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_dup3, from, to, 0) });
         }
-        self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_close_range, STATUS + 1, u32::MAX, 0) });
+        let mut first = STATUS + 1;
+        if let Some(script) = &self.plan.script {
+            let copied = match script.0 {
+                SCRIPT => unsafe { libc::syscall(libc::SYS_fcntl, SCRIPT, libc::F_SETFD, 0) },
+                other => unsafe { libc::syscall(libc::SYS_dup3, other, SCRIPT, 0) },
+            };
+            self.must(Stage::Descriptors, copied);
+            first = SCRIPT + 1;
+        }
+        self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) });
     }
 
     /// The raw calls: the C library's would signal threads that do not exist.

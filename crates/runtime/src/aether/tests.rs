@@ -83,7 +83,6 @@ impl Inside {
             hostname: "test".into(),
             incarnation: 7,
             layers: 0,
-            has_v1_groups: false,
             has_cgroup2: cgroup.is_some(),
             init_user: "root".into(),
             env: vec![("FROM_BIRTH".into(), "yes".into())],

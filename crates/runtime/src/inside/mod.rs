@@ -52,11 +52,7 @@ pub fn enter(ahead: &Ahead) -> Sandbox {
     match become_sandbox(&buffer[..length], fds, ready, &ahead.filter, &mut clock) {
         Ok(sandbox) => {
             reply(&BirthReply { ready: true, stage: String::new(), error: String::new(), errno: 0, us: clock.us });
-            if sandbox.birth.has_v1_groups {
-                sandbox
-            } else {
-                Sandbox { groups: Groups::new(None), ..sandbox }
-            }
+            sandbox
         }
         Err(Failure { stage, what, errno }) => refuse(stage, what, errno),
     }
@@ -153,7 +149,6 @@ fn become_sandbox(
     drop_privileges(&birth.hostname, filter)?;
     clock.stage("privileges");
     let fixed: Vec<RawFd> = fds.into_iter().take(FIXED_FDS).map(IntoRawFd::into_raw_fd).collect();
-    // Dropped, and so closed, at the end of `enter` where the launcher is not needed any more.
     let launcher = sys::own(CONTROL as usize);
     Ok(Sandbox {
         listener: fixed[FD_LISTENER],

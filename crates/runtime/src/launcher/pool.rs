@@ -153,7 +153,7 @@ impl Launcher {
             slot.control = None;
             return;
         }
-        if let Err(failure) = slot.give_groups(&mut self.tools.cgroups) {
+        if let Err(failure) = slot.give_groups(&mut self.tools.cgroups, &self.tools.uppers) {
             log(&failure);
         }
     }
@@ -176,9 +176,6 @@ impl Launcher {
         let Some(tenant) = self.tenants.get_mut(&number) else { return };
         let Phase::Entering(entering) = std::mem::replace(&mut tenant.phase, Phase::Live) else { return };
         self.entering -= 1;
-        if !self.tools.cgroups.has_v1() {
-            tenant.slot.control = None; // nothing more to say
-        }
         let now = now_us();
         let Entering { request, received_us, sent_us } = entering;
         let mut answer = Reply::ok(request);

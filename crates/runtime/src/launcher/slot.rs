@@ -102,10 +102,10 @@ impl Slot {
         Slot { number, pid, start, pidfd, upper, control: None, socket, promise: None, kit: None }
     }
 
-    /// What an adopted sandbox was promised. A PID 1 that may still ask for its v1 groups gets a socket to ask by.
+    /// What an adopted sandbox was promised. A PID 1 that may still ask for its groups gets a socket to ask by.
     pub fn succeed(&mut self, tools: &Tools, promise: Promise) -> Result<bool, Failure> {
         let first = self.promise.replace(promise).is_none();
-        if !first || !tools.cgroups.has_v1() {
+        if !first {
             return Ok(false);
         }
         let at = || format!("hand a socket to PID 1 of slot {}", self.number);
@@ -149,24 +149,28 @@ impl Slot {
         let mut fds: Vec<RawFd> = Vec::with_capacity(FIXED_FDS + mapped.len());
         fds.extend([kit.listener.as_raw_fd(), kit.oom_adj.as_raw_fd(), spill.as_raw_fd(), commands.as_raw_fd()]);
         fds.extend(mapped.iter().map(AsRawFd::as_raw_fd));
-        let has_v1_groups = tools.cgroups.has_v1();
-        let birth = Birth { has_v1_groups, has_cgroup2: kit.commands.is_some(), ..birth };
+        let birth = Birth { has_cgroup2: kit.commands.is_some(), ..birth };
         let message = rmp_serde::to_vec_named(&birth).unwrap_or_default();
         let control = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         socket::send(control, &message, &fds).at("birth", || "send to PID 1".into())
     }
 
-    /// Makes the v1 groups and gives them to PID 1, which has asked.
-    pub fn give_groups(&mut self, cgroups: &mut Cgroups) -> Result<(), Failure> {
+    /// Makes the v1 groups and gives them, and the counters, to PID 1, which has asked.
+    pub fn give_groups(&mut self, cgroups: &mut Cgroups, uppers: &Uppers) -> Result<(), Failure> {
         let (Some(control), Some(promise)) = (self.control.take(), self.promise) else { return Ok(()) };
         let made = cgroups.make_v1(self.number, &promise.limits);
-        let (answer, tasks) = match &made {
-            Ok(tasks) => (GROUPS, &tasks[..]),
-            Err(failure) => (failure.what.as_bytes(), &[][..]),
+        let (answer, files) = match &made {
+            Ok(tasks) => {
+                let mut counters = cgroups.open_counters(self.number);
+                counters.extend(if counters.is_empty() { Vec::new() } else { uppers.open_quota(self.upper) });
+                ([GROUPS, &[tasks.len() as u8]].concat(), counters)
+            }
+            Err(failure) => (failure.what.as_bytes().to_vec(), Vec::new()),
         };
-        let fds: Vec<RawFd> = tasks.iter().map(AsRawFd::as_raw_fd).collect();
+        let tasks = made.iter().flatten();
+        let fds: Vec<RawFd> = tasks.chain(&files).map(AsRawFd::as_raw_fd).collect();
         // It may have died: then nobody needs them, and they go with the slot.
-        let _ = socket::send_now(control.as_raw_fd(), answer, &fds);
+        let _ = socket::send_now(control.as_raw_fd(), &answer, &fds);
         if made.is_err() {
             self.control = Some(control); // it may ask again
         }

@@ -160,6 +160,10 @@ pub struct Upper {
     pub id: u64,
 }
 
+/// Of a quota group: its limit; bytes on disk, then those that wait for the next commit.
+const LIMIT: &str = "max_referenced";
+const USED: [&str; 4] = ["referenced", "rsv_data", "rsv_meta_pertrans", "rsv_meta_prealloc"];
+
 const UPPER: &CStr = c"u";
 const WORK: &CStr = c"w";
 const SHM: &CStr = c"s";
@@ -266,11 +270,27 @@ impl Uppers {
         btrfs::limit(&own, bytes).at(STAGE, at)
     }
 
-    /// Bytes that count against the limit, -1 where that is not known without walking.
+    /// Bytes that count against the limit, -1 where that is not known without walking: what is on disk, and what was taken
+    /// for it since the last commit.
     pub fn usage(&self, upper: Upper) -> i64 {
         let Uppers::Btrfs { groups: Some(groups), .. } = self else { return -1 };
-        let path = c(format!("qgroups/0_{}/referenced", upper.id));
-        sys::read_file(groups.as_raw_fd(), &path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
+        let number = |file: &str| -> Option<i64> {
+            let path = c(format!("qgroups/0_{}/{file}", upper.id));
+            sys::read_file(groups.as_raw_fd(), &path).ok()?.trim().parse().ok()
+        };
+        let Some(written) = number(USED[0]) else { return -1 };
+        written + USED[1..].iter().filter_map(|file| number(file)).sum::<i64>()
+    }
+
+    /// The kernel's files of an upper's quota: the limit, then those whose numbers together are the use of it. None where
+    /// there is no quota.
+    pub fn open_quota(&self, upper: Upper) -> Vec<OwnedFd> {
+        let Uppers::Btrfs { groups: Some(groups), .. } = self else { return Vec::new() };
+        let open = |file: &&str| {
+            sys::openat(groups.as_raw_fd(), &c(format!("qgroups/0_{}/{file}", upper.id)), libc::O_RDONLY, 0).ok()
+        };
+        let Some(limit) = open(&LIMIT) else { return Vec::new() };
+        std::iter::once(limit).chain(USED.iter().filter_map(open)).collect()
     }
 
     /// The directory that holds what the sandbox wrote.

@@ -154,7 +154,6 @@ impl Launcher {
             sandbox: request.sandbox,
             incarnation: request.incarnation,
             layers: layers.len() as u32,
-            has_v1_groups: false,
             has_cgroup2: false,
             init_user: request.init_user,
             env: request.env,
