@@ -103,7 +103,7 @@ impl Slot {
     }
 
     /// What an adopted sandbox was promised. A PID 1 that may still ask for its groups gets a socket to ask by.
-    pub fn succeed(&mut self, tools: &Tools, promise: Promise) -> Result<bool, Failure> {
+    pub fn succeed(&mut self, promise: Promise) -> Result<bool, Failure> {
         let first = self.promise.replace(promise).is_none();
         if !first {
             return Ok(false);

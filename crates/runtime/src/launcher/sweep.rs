@@ -67,7 +67,7 @@ impl Launcher {
             kept.push(name.clone());
             let promise = Promise { limits: Limits::new(*memory, *cpu, *pids), disk: *disk };
             self.usual = Some(promise);
-            let handed = tenant.slot.succeed(&self.tools, promise).and_then(|handed| match &tenant.slot.control {
+            let handed = tenant.slot.succeed(promise).and_then(|handed| match &tenant.slot.control {
                 Some(control) if handed => {
                     self.poller.add(control.as_raw_fd(), Token::Answer(number)).at("adopt", || "watch PID 1".into())
                 }
