@@ -34,7 +34,7 @@ async def _measure(mebibytes: int) -> Report:
             source, back = local / "source", local / "back"
             floor = _pipe_floor(source, Path(place.endpoint.state) / "floor", local / "floor")
             async with place.client.run_container(place.environments.next().args()) as sandbox:
-                watch = _Watch(processes.roles(place.endpoint.state, place.edge))
+                watch = _Watch(processes.roles(place.endpoint.state, *processes.agents(place.edge)))
                 size = mebibytes * MIB
                 up = await watch.timed(sandbox.files.upload(source, "/bench/file"))
                 down = await watch.timed(sandbox.files.download("/bench/file", back))

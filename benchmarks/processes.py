@@ -29,13 +29,12 @@ def cpu_ms(state: str) -> dict[str, float]:
     }
 
 
-def roles(state: str, edge: str) -> dict[str, int]:
-    """This process, API server, edge, launcher, and the PID 1 of the only sandbox that there is."""
+def roles(state: str, aether: int) -> dict[str, int]:
+    """This process, API server, edge, launcher, and the PID 1 of a sandbox, which is one of `agents`."""
     pids = {process.role: process.pid for process in embedded.status(state).processes if process.pid is not None}
     launcher = next(
         pid for pid in _family({pids["edge"]}) if b"launcher" in _text(pid, "cmdline").encode().split(b"\0")
     )
-    (aether,) = agents(edge)
     return {"sdk": os.getpid(), **pids, "launcher": launcher, "aether": aether}
 
 

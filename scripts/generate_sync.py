@@ -110,7 +110,7 @@ def method(name: str, function: object) -> str:
     declared, passed, returned = signature(function)
     call = f"self._inner.{name}({passed})"
     plain = not inspect.iscoroutinefunction(function)
-    if inspect.isasyncgenfunction(function):
+    if returned.startswith("Iterator["):
         body = f"return portal.iterate({call})"
     elif returned == "Burst":
         body = f"return Burst._of(portal.call(lambda: {call}))"

@@ -107,19 +107,26 @@ class Files:
     def __repr__(self) -> str:
         return f"sync.{self._inner!r}"
 
-    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None) -> bytes:
         """Contents of a regular file, or a range of them; TooLarge past 1 GiB, since a sparse file of any size costs an
         agent nothing. `stream` has no such bound.
         """
-        return portal.run(self._inner.read(path, offset=offset, length=length))
+        return portal.run(self._inner.read(path, offset=offset, length=length, user=user))
 
-    def read_text(self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+    def read_text(
+        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
+    ) -> str:
         """Contents as text."""
-        return portal.run(self._inner.read_text(path, encoding=encoding, errors=errors))
+        return portal.run(self._inner.read_text(path, encoding=encoding, errors=errors, user=user))
 
-    def stream(self, path: RemotePath, *, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Contents in pieces, as they come. A lost connection goes on behind the last byte."""
-        return portal.iterate(self._inner.stream(path, offset=offset, length=length))
+    def stream(
+        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
+    ) -> Iterator[bytes]:
+        """Contents in pieces, as they come, to the length that the file had when it was opened.
+
+        A lost connection goes on behind the last byte.
+        """
+        return portal.iterate(self._inner.stream(path, offset=offset, length=length, user=user))
 
     def write(
         self,
@@ -128,6 +135,7 @@ class Files:
         *,
         mode: int | None = None,
         owner: str | None = None,
+        user: str | None = None,
     ) -> int:
         """Replaces the file atomically and makes its parents; how many bytes there are now.
 
@@ -140,55 +148,56 @@ class Files:
                 data if isinstance(data, bytes | bytearray | memoryview | str) else portal.feed(data),
                 mode=mode,
                 owner=owner,
+                user=user,
             )
         )
 
-    def list(self, path: RemotePath, *, depth: int = 1) -> list[FileInfo]:
+    def list(self, path: RemotePath, *, depth: int = 1, user: str | None = None) -> list[FileInfo]:
         """Entries of a directory, depth levels down; symlinks are not followed. Paths are bytes."""
-        return portal.run(self._inner.list(path, depth=depth))
+        return portal.run(self._inner.list(path, depth=depth, user=user))
 
-    def stat(self, path: RemotePath, *, follow: bool = True) -> FileInfo:
+    def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> FileInfo:
         """Attributes of one file; follow=False describes a symlink itself."""
-        return portal.run(self._inner.stat(path, follow=follow))
+        return portal.run(self._inner.stat(path, follow=follow, user=user))
 
-    def exists(self, path: RemotePath) -> bool:
+    def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
         """Whether something is there (a dangling symlink is not)."""
-        return portal.run(self._inner.exists(path))
+        return portal.run(self._inner.exists(path, user=user))
 
-    def watch(self, path: RemotePath, *, recursive: bool = False) -> Iterator[FileChange]:
+    def watch(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> Iterator[FileChange]:
         """Changes of a directory's entries, or of a file, as they happen; the first, READY, says that none is missed any more.
 
         recursive: of all below, directories to come included. Ends when what is watched is gone, behind its DELETED.
         LOST: more happened than could be told. ConnectionLost when the connection is: what happens then is not known.
         """
-        return portal.iterate(self._inner.watch(path, recursive=recursive))
+        return portal.iterate(self._inner.watch(path, recursive=recursive, user=user))
 
-    def mkdir(self, path: RemotePath, *, mode: int = 493, parents: bool = True) -> None:
+    def mkdir(self, path: RemotePath, *, mode: int = 493, parents: bool = True, user: str | None = None) -> None:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
-        portal.run(self._inner.mkdir(path, mode=mode, parents=parents))
+        portal.run(self._inner.mkdir(path, mode=mode, parents=parents, user=user))
 
-    def move(self, source: RemotePath, target: RemotePath) -> None:
+    def move(self, source: RemotePath, target: RemotePath, *, user: str | None = None) -> None:
         """Renames; a file at the target is replaced."""
-        portal.run(self._inner.move(source, target))
+        portal.run(self._inner.move(source, target, user=user))
 
-    def remove(self, path: RemotePath, *, recursive: bool = False) -> None:
+    def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
         """Removes a file, a symlink, an empty directory, or with recursive a whole tree."""
-        portal.run(self._inner.remove(path, recursive=recursive))
+        portal.run(self._inner.remove(path, recursive=recursive, user=user))
 
-    def upload(self, local: LocalPath, remote: RemotePath) -> None:
+    def upload(self, local: LocalPath, remote: RemotePath, *, user: str | None = None) -> None:
         """A local file becomes the file `remote`; a directory's contents come to lie in the directory `remote`, which is made.
 
         Modes, times, symlinks and hard links are kept, a symlink given as `local` too; owners are not.
         """
-        portal.run(self._inner.upload(local, remote))
+        portal.run(self._inner.upload(local, remote, user=user))
 
-    def download(self, remote: RemotePath, local: LocalPath) -> Downloaded:
+    def download(self, remote: RemotePath, local: LocalPath, *, user: str | None = None) -> Downloaded:
         """A file becomes the file `local`; a directory's contents come to lie in the directory `local`, which is made.
 
         Nothing is written outside `local` and nothing in it leads out: absolute and escaping symlinks, devices and FIFOs
         are left out and named in the result. Owners and set-uid bits are dropped.
         """
-        return portal.run(self._inner.download(remote, local))
+        return portal.run(self._inner.download(remote, local, user=user))
 
 
 class Process:

@@ -268,6 +268,18 @@ def error_line(body: ErrorBody, request_id: str) -> bytes:
     return encode(ErrorReply(error_body(body, request_id))) + b"\n"
 
 
+class _Announced(msgspec.Struct):
+    size: int
+
+
+async def announced(stream: LinkStream) -> tuple[int | None, AsyncIterator[bytes]]:
+    """As `first_item`, with the size that the sandbox says the data will have."""
+    while not (stream.has_arrived or stream.ended):
+        await stream.change()
+    note = stream.first_note()
+    return note.decode(_Announced).size if note is not None else None, await first_item(stream)
+
+
 async def first_item(stream: LinkStream) -> AsyncIterator[bytes]:
     """Waits until the stream has data or its result, so that a refusal still gets its own status; then yields all data."""
     items = aiter(stream)

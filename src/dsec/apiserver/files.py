@@ -12,7 +12,7 @@ from dsec.protocol.link import MAX_FRAME, LinkStream
 from dsec.protocol.specs import FileChange, FileInfo
 
 from .bodies import Done, Entries, MkdirRequest, MoveRequest, Size
-from .exchange import BYTES, NDJSON, Exchange, checked_path, first_item
+from .exchange import BYTES, NDJSON, Exchange, announced, checked_path, first_item
 from .records import collect, kept_alive, lines, lines_from
 
 T = TypeVar("T")
@@ -25,12 +25,17 @@ async def read(x: Exchange) -> Response:
     link, params, incarnation = await x.target()
     request = {**params, "path": path, "offset": offset, "length": length, "user": x.query("user")}
     stream = await link.open("fs.read", request)
-    return x.stream(await first_item(stream), BYTES, end=stream.cancel, incarnation=incarnation)
+    size, pieces = await announced(stream)
+    response = x.stream(pieces, BYTES, end=stream.cancel, incarnation=incarnation)
+    if size is not None:
+        response.headers["x-dsec-size"] = str(size)
+    return response
 
 
 async def write(x: Exchange) -> Response:
     """The body becomes the file, atomically: a request that breaks off changes nothing."""
     path = x.file_path()
+    _check_encoding(x)
     mode = x.query("mode")
     if mode is not None and not (0 < len(mode) <= 5 and all(digit in "01234567" for digit in mode)):
         raise Fault(ErrorKind.INVALID, f"query parameter mode={mode[:20]!r} is not octal permission bits such as 644")
@@ -58,10 +63,20 @@ async def archive_read(x: Exchange) -> Response:
 async def archive_write(x: Exchange) -> Response:
     """The body, a tar, is unpacked under `path`, which is made if it is not there."""
     path = x.file_path()
+    _check_encoding(x)
     link, params, incarnation = await x.target()
     stream = await link.open("fs.untar", {**params, "path": path, "user": x.query("user")})
     entries = await _send_body(x, stream, Entries)
     return x.reply(entries, incarnation=incarnation)
+
+
+def _check_encoding(x: Exchange) -> None:
+    """A compressed body would become a compressed file without anybody having said so."""
+    encoding = x.header("content-encoding")
+    if encoding not in (None, "", "identity"):
+        raise Fault(
+            ErrorKind.INVALID, f"Content-Encoding {encoding[:40]!r} is not taken", hint="send the bytes as they are"
+        )
 
 
 async def _send_body(x: Exchange, stream: LinkStream, reply: type[T]) -> T:

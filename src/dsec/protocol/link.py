@@ -445,6 +445,14 @@ class LinkStream:
         """Whether there is something to take."""
         return bool(self._flow.items)
 
+    def first_note(self) -> Note | None:
+        """Takes the event that came before everything else, if one did."""
+        items = self._flow.items
+        if items and isinstance(first := items[0], Note):
+            items.popleft()
+            return first
+        return None
+
     def take(self) -> list[Data | Note]:
         """What has arrived and was not yet read."""
         flow = self._flow

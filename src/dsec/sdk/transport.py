@@ -21,6 +21,7 @@ from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, In
 
 T = TypeVar("T")
 INCARNATION = "X-DSec-Incarnation"
+SIZE = "X-DSec-Size"  # bytes that an answer will have, as far as can be told when it begins
 NDJSON = "application/x-ndjson"
 _POOL = 4096
 _KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first

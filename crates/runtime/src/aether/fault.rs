@@ -75,6 +75,7 @@ pub fn describe(errno: Errno) -> String {
         libc::EEXIST => "File exists",
         libc::ENOTEMPTY => "Directory not empty",
         libc::ELOOP => "Too many levels of symbolic links",
+        libc::ESTALE => "Directory was moved meanwhile",
         libc::EINVAL => "Invalid argument",
         libc::ENAMETOOLONG => "File name too long",
         libc::ENOEXEC => "Exec format error",

@@ -383,29 +383,35 @@ impl Job for MoveFile {
     }
 }
 
+/// A file, or a range of it, as long as it was when it was opened: one that keeps growing comes to an end too.
 struct ReadFile {
     file: Fd,
     path: CString,
     at: u64,
     end: u64,
     sent: u64,
+    told: bool,
 }
 
 impl ReadFile {
     fn open(path: &CStr, offset: u64, length: Option<u64>) -> Result<ReadFile, Fault> {
-        let (file, _) = open_regular(libc::AT_FDCWD, path, SAFE).map_err(|errno| not_regular(errno, path))?;
-        let end = length.map_or(u64::MAX, |length| offset.saturating_add(length));
-        Ok(ReadFile { file, path: path.to_owned(), at: offset, end, sent: 0 })
+        let (file, stat) = open_regular(libc::AT_FDCWD, path, SAFE).map_err(|errno| not_regular(errno, path))?;
+        let end = length.map_or(u64::MAX, |length| offset.saturating_add(length)).min(stat.st_size.max(0) as u64);
+        Ok(ReadFile { file, path: path.to_owned(), at: offset, end, sent: 0, told: false })
     }
 }
 
 impl Job for ReadFile {
     fn step(&mut self, sink: &mut Sink) -> Result<Step, Fault> {
-        if !sink.has_room() {
+        let left = self.end.saturating_sub(self.at);
+        if !std::mem::replace(&mut self.told, true) {
+            sink.note(&Pack::default().map(1).str("size").uint(left).0);
+        }
+        if left > 0 && !sink.has_room() {
             return Ok(Step::Wait);
         }
         let mut failure = None;
-        let most = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
+        let most = usize::try_from(left).unwrap_or(usize::MAX);
         let size = sink.data(0, most, |room| {
             os::pread(self.file.0, room, self.at).unwrap_or_else(|errno| {
                 failure = Some(errno);

@@ -41,7 +41,7 @@ impl Tar {
         let fault = |errno| Fault::file(errno, path.to_bytes());
         let (links, links_size, entries, open) = (BTreeMap::new(), 0, 0, None);
         match open_to_list(libc::AT_FDCWD, path, SAFE) {
-            Ok(dir) => Ok(Tar { walk: Walk::new(dir), single: None, open, links, links_size, entries }),
+            Ok(dir) => Ok(Tar { walk: Walk::new(dir).map_err(fault)?, single: None, open, links, links_size, entries }),
             Err(libc::ENOTDIR) => {
                 let place = super::files::Place::of(path, false)?;
                 let (name, path) = (place.name.clone(), place.name.to_bytes().to_vec());

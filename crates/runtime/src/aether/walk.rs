@@ -9,8 +9,13 @@ use super::users::User;
 use crate::msgpack::Pack;
 use std::ffi::{CStr, CString};
 
-/// Directories inside directories: each holds a descriptor while it is walked.
-const MAX_DEPTH: usize = 128;
+/// Directories inside directories that hold a descriptor while they are walked; those above are opened again on the way back.
+const HELD: usize = 64;
+const MAX_DEPTH: usize = 1 << 16;
+/// The longest path from the root of a walk.
+const MAX_PATH: usize = 1 << 18;
+/// How often a removal comes back to a directory that somebody fills meanwhile.
+const PATIENCE: u32 = 16;
 /// Bytes of names that a walk keeps in order to sort them.
 const MAX_NAMES: usize = 16 << 20;
 /// One call to the kernel brings so many bytes of directory entries.
@@ -56,8 +61,48 @@ pub fn read_names(dir: i32, mut each: impl FnMut(&CStr, u8)) -> os::Result<bool>
     Ok(size > 0)
 }
 
+/// The way down to a directory, with few descriptors however deep it is.
+#[derive(Default)]
+struct Way {
+    dirs: Vec<(Option<Fd>, Identity)>,
+}
+
+/// Device and number.
+type Identity = (u64, u64);
+
+fn identity(dir: i32) -> os::Result<Identity> {
+    os::fstat(dir).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+impl Way {
+    fn push(&mut self, dir: Fd) -> os::Result<()> {
+        let identity = identity(dir.0)?;
+        self.dirs.push((Some(dir), identity));
+        if let Some(far) = self.dirs.len().checked_sub(HELD + 1) {
+            self.dirs[far].0 = None;
+        }
+        Ok(())
+    }
+
+    fn dir(&self) -> i32 {
+        self.dirs.last().and_then(|(dir, _)| dir.as_ref()).map_or(-1, |dir| dir.0)
+    }
+
+    /// Back to the directory above, which must still be the one it was. The one below.
+    fn pop(&mut self) -> os::Result<Option<Fd>> {
+        let Some((below, _)) = self.dirs.pop() else { return Ok(None) };
+        if let (Some((above @ None, known)), Some(below)) = (self.dirs.last_mut(), &below) {
+            let dir = open_any(below.0, c"..", SAFE)?;
+            if identity(dir.0)? != *known {
+                return Err(libc::ESTALE);
+            }
+            *above = Some(dir);
+        }
+        Ok(below)
+    }
+}
+
 struct Level {
-    dir: Fd,
     /// Names, each with its NUL; where each starts, in order once all are there.
     names: Vec<u8>,
     starts: Vec<u32>,
@@ -83,30 +128,33 @@ pub enum Walked {
 
 /// A tree in the order of its names, directories before what is in them.
 pub struct Walk {
+    way: Way,
     levels: Vec<Level>,
     path: Vec<u8>,
     names: usize,
 }
 
 impl Walk {
-    pub fn new(dir: Fd) -> Walk {
+    pub fn new(dir: Fd) -> os::Result<Walk> {
         let mut walk = Walk::empty();
-        walk.push(dir);
-        walk
+        walk.push(dir)?;
+        Ok(walk)
     }
 
     pub fn empty() -> Walk {
-        Walk { levels: Vec::new(), path: Vec::new(), names: 0 }
+        Walk { way: Way::default(), levels: Vec::new(), path: Vec::new(), names: 0 }
     }
 
-    fn push(&mut self, dir: Fd) {
+    fn push(&mut self, dir: Fd) -> os::Result<()> {
+        self.way.push(dir)?;
         let (names, starts, path) = (Vec::new(), Vec::new(), self.path.len());
-        self.levels.push(Level { dir, names, starts, next: 0, complete: false, path });
+        self.levels.push(Level { names, starts, next: 0, complete: false, path });
+        Ok(())
     }
 
     /// The directory of the entry that came last.
     pub fn dir(&self) -> i32 {
-        self.levels.last().map_or(-1, |level| level.dir.0)
+        self.way.dir()
     }
 
     pub fn depth(&self) -> usize {
@@ -115,10 +163,11 @@ impl Walk {
 
     pub fn next(&mut self) -> Result<Walked, Fault> {
         loop {
+            let dir = self.way.dir();
             let Some(level) = self.levels.last_mut() else { return Ok(Walked::End) };
             self.path.truncate(level.path);
             if !level.complete {
-                let read = level.fill().map_err(|errno| fault(errno, &self.path))?;
+                let read = level.fill(dir).map_err(|errno| fault(errno, &self.path))?;
                 self.names += read;
                 return match self.names > MAX_NAMES {
                     true => {
@@ -130,6 +179,7 @@ impl Walk {
             let Some(start) = level.starts.get(level.next) else {
                 self.names -= level.names.len();
                 self.levels.pop();
+                self.way.pop().map_err(|errno| fault(errno, &self.path))?;
                 continue;
             };
             level.next += 1;
@@ -138,7 +188,7 @@ impl Walk {
                 self.path.push(b'/');
             }
             self.path.extend_from_slice(name.to_bytes());
-            match os::lstat(level.dir.0, &name) {
+            match os::lstat(dir, &name) {
                 Ok(stat) => return Ok(Walked::Entry(Entry { name, path: self.path.clone(), stat })),
                 Err(libc::ENOENT) => {} // gone since it was listed
                 Err(errno) => return Err(fault(errno, &self.path)),
@@ -148,13 +198,13 @@ impl Walk {
 
     /// Goes into the directory that came last.
     pub fn descend(&mut self, name: &CStr) -> Result<(), Fault> {
-        if self.levels.len() >= MAX_DEPTH {
-            let path = String::from_utf8_lossy(&self.path);
-            return Err(Fault::new("file_invalid", format!("{path}: more than {MAX_DEPTH} directories deep")));
+        if self.levels.len() >= MAX_DEPTH || self.path.len() >= MAX_PATH {
+            let what = format!("deeper than {MAX_DEPTH} directories, or paths longer than {MAX_PATH} bytes");
+            return Err(Fault::new("file_invalid", what));
         }
         match open_any(self.dir(), name, BENEATH) {
             Ok(dir) if os::not_of_proc(dir.0).is_err() => {} // a walk over everything passes it by
-            Ok(dir) => self.push(dir),
+            Ok(dir) => self.push(dir).map_err(|errno| fault(errno, &self.path))?,
             Err(libc::ENOENT | libc::ENOTDIR | libc::ELOOP) => {} // it was replaced: no directory any more
             Err(errno) => return Err(fault(errno, &self.path)),
         }
@@ -164,10 +214,10 @@ impl Walk {
 
 impl Level {
     /// Reads some names; sorts them when there are no more. How many bytes came.
-    fn fill(&mut self) -> os::Result<usize> {
+    fn fill(&mut self, dir: i32) -> os::Result<usize> {
         let (names, starts) = (&mut self.names, &mut self.starts);
         let before = names.len();
-        let more = read_names(self.dir.0, |name, _| {
+        let more = read_names(dir, |name, _| {
             starts.push(names.len() as u32);
             names.extend_from_slice(name.to_bytes_with_nul());
         })?;
@@ -245,7 +295,8 @@ impl List {
             base.pop();
         }
         base.push(b'/');
-        Ok(List { walk: Walk::new(dir), base, depth, count: 0 })
+        let walk = Walk::new(dir).map_err(|errno| Fault::file(errno, path.to_bytes()))?;
+        Ok(List { walk, base, depth, count: 0 })
     }
 }
 
@@ -280,28 +331,34 @@ pub struct Remove {
     user: User,
     path: CString,
     place: Place,
-    /// The directories being emptied, each with its name in the one before.
-    levels: Vec<(Fd, CString)>,
+    /// The directories being emptied, and the name of each in the one before.
+    way: Way,
+    names: Vec<CString>,
+    refilled: u32,
 }
 
 impl Remove {
     pub fn open(path: &CStr, place: Place, user: User) -> Result<Remove, Fault> {
         let resolve = BENEATH;
         let dir = open_to_list(place.dir.0, &place.name, resolve).map_err(|errno| fault(errno, path.to_bytes()))?;
-        let levels = vec![(dir, place.name.clone())];
-        Ok(Remove { user, path: path.to_owned(), place, levels })
+        let names = vec![place.name.clone()];
+        let mut way = Way::default();
+        way.push(dir).map_err(|errno| fault(errno, path.to_bytes()))?;
+        Ok(Remove { user, path: path.to_owned(), place, way, names, refilled: 0 })
     }
 
     fn fault(&self, errno: i32, name: &CStr) -> Fault {
-        let within = self.levels.iter().skip(1).map(|(_, name)| name.to_bytes());
+        let within = self.names.iter().skip(1).take(HELD).map(|name| name.to_bytes()); // enough to find it
         let parts: Vec<&[u8]> = [self.path.to_bytes()].into_iter().chain(within).chain([name.to_bytes()]).collect();
         Fault::file(errno, &parts.join(&b'/'))
     }
 
     /// Removes one batch of entries of the innermost directory, or that directory when it is empty. False: all is gone.
     fn advance(&mut self) -> Result<bool, Fault> {
-        let Some((dir, _)) = self.levels.last() else { return Ok(false) };
-        let dir = dir.0;
+        if self.names.is_empty() {
+            return Ok(false);
+        }
+        let dir = self.way.dir();
         unsafe { libc::lseek(dir, 0, libc::SEEK_SET) };
         let (mut below, mut failure, mut found) = (None, None, false);
         let unlink = |name: &CStr, flag| check(unsafe { libc::unlinkat(dir, name.as_ptr(), flag) });
@@ -321,26 +378,38 @@ impl Remove {
             return Err(self.fault(errno, &name));
         }
         match below {
-            Some(name) if self.levels.len() < MAX_DEPTH => {
-                let inner = open_to_list(dir, &name, BENEATH).map_err(|errno| self.fault(errno, &name))?;
-                self.levels.push((inner, name));
-            }
-            Some(name) => {
-                let fault = Fault::new("file_invalid", format!("more than {MAX_DEPTH} directories deep at {name:?}"));
+            Some(name) if self.names.len() < MAX_DEPTH => match open_to_list(dir, &name, BENEATH) {
+                Ok(inner) => {
+                    self.way.push(inner).map_err(|errno| self.fault(errno, &name))?;
+                    self.names.push(name);
+                }
+                Err(libc::ENOENT | libc::ENOTDIR | libc::ELOOP) => {} // gone or replaced: the next look tells
+                Err(errno) => return Err(self.fault(errno, &name)),
+            },
+            Some(_) => {
+                let fault = Fault::new("file_invalid", format!("more than {MAX_DEPTH} directories deep"));
                 return Err(fault.hint("remove it with rm -rf in the sandbox"));
             }
             None if !found => self.leave()?,
             None => {}
         }
-        Ok(!self.levels.is_empty())
+        Ok(!self.names.is_empty())
     }
 
+    /// Removes the innermost directory, or comes back to it when somebody has filled it again.
     fn leave(&mut self) -> Result<(), Fault> {
-        let Some((_, name)) = self.levels.pop() else { return Ok(()) };
-        let parent = self.levels.last().map_or(self.place.dir.0, |(dir, _)| dir.0);
-        match check(unsafe { libc::unlinkat(parent, name.as_ptr(), libc::AT_REMOVEDIR) }) {
-            Ok(_) | Err(libc::ENOENT) => Ok(()),
-            Err(errno) => Err(self.fault(errno, &name)),
+        let Some(name) = self.names.pop() else { return Ok(()) };
+        let below = self.way.pop().map_err(|errno| self.fault(errno, &name))?;
+        let parent = if self.names.is_empty() { self.place.dir.0 } else { self.way.dir() };
+        match (check(unsafe { libc::unlinkat(parent, name.as_ptr(), libc::AT_REMOVEDIR) }), below) {
+            (Ok(_) | Err(libc::ENOENT), _) => Ok(()),
+            (Err(libc::ENOTEMPTY), Some(below)) if self.refilled < PATIENCE => {
+                self.refilled += 1;
+                self.way.push(below).map_err(|errno| self.fault(errno, &name))?;
+                self.names.push(name);
+                Ok(())
+            }
+            (Err(errno), _) => Err(self.fault(errno, &name)),
         }
     }
 }
