@@ -16,11 +16,12 @@ from dsec.sdk.bursts import Burst, Outcome
 from dsec.sdk.client import DSecClient
 from dsec.sdk.files import Files
 from dsec.sdk.layers import Layers
+from dsec.sdk.ports import Exposed, Forward
 from dsec.sdk.process import Process
 from dsec.sdk.sandbox import Sandbox
 
 TARGET = Path(__file__).parent.parent / "src" / "dsec" / "sync.py"
-CLASSES = (Layers, Files, Process, Sandbox, Outcome, Burst, DSecClient)
+CLASSES = (Layers, Files, Process, Forward, Exposed, Sandbox, Outcome, Burst, DSecClient)
 WRAPPED = {cls.__name__ for cls in CLASSES}
 # public attributes that are set in __init__: name -> type
 ATTRIBUTES = {
@@ -114,6 +115,8 @@ def method(name: str, function: object) -> str:
         body = f"return portal.iterate({call})"
     elif returned == "Burst":
         body = f"return Burst._of(portal.call(lambda: {call}))"
+    elif returned in ("Forward", "Exposed"):
+        body = f"return {returned}._of(portal.call(lambda: {call}))"
     elif plain and returned != "Sandbox":
         body = f"return {call}"
     elif returned in WRAPPED:
@@ -146,10 +149,12 @@ def attribute(name: str, kind: str) -> str:
     return f"    @property\n    def {name}(self) -> {kind}:\n        return {value}\n"
 
 
-def context_manager(returns_inner: bool) -> str:
-    entered = "portal.run(self._inner.__aenter__())\n        return self"
+def context_manager(cls: type) -> str:
+    returned = sync_type(inspect.signature(cls.__aenter__).return_annotation)  # type: ignore[attr-defined]
+    entered = "portal.run(self._inner.__aenter__())"
+    entered = f"{entered}\n        return self" if returned == "Self" else f"return {entered}"
     return (
-        f"    def __enter__(self) -> Self:\n        {entered}\n\n"
+        f"    def __enter__(self) -> {returned}:\n        {entered}\n\n"
         "    def __exit__(\n        self, kind: type[BaseException] | None, error: BaseException | None, "
         "traceback: TracebackType | None\n    ) -> None:\n"
         "        portal.run(self._inner.__aexit__(kind, error, traceback))\n"
@@ -178,7 +183,7 @@ def class_of(cls: type) -> str:
         elif inspect.isfunction(found):
             parts.append(method(attribute_name, found))
     if "__aenter__" in vars(cls):
-        parts.append(context_manager(False))
+        parts.append(context_manager(cls))
     if cls is Burst:
         parts.append("    def __iter__(self) -> Iterator[Outcome]:\n"
                      "        return (Outcome._of(outcome) for outcome in portal.iterate(self._inner))\n")  # fmt: skip

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from dsec.sdk.errors import Unsupported as Unsupported
     from dsec.sdk.files import Files as Files
     from dsec.sdk.layers import Layers as Layers
+    from dsec.sdk.ports import Exposed as Exposed
+    from dsec.sdk.ports import Forward as Forward
+    from dsec.sdk.ports import LocalUrl as LocalUrl
     from dsec.sdk.process import Process as Process
     from dsec.sdk.results import Event as Event
     from dsec.sdk.results import ExecResult as ExecResult
@@ -92,6 +95,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dsec.sdk.files": ("Files",),
     "dsec.sdk.layers": ("Layers",),
+    "dsec.sdk.ports": ("Exposed", "Forward", "LocalUrl"),
     "dsec.sdk.process": ("Process",),
     "dsec.sdk.results": ("Event", "ExecResult", "Exit", "LogLine", "Stderr", "Stdout"),
     "dsec.sdk.sandbox": ("Sandbox",),

@@ -65,6 +65,7 @@ from dsec.sdk.errors import (
     Unsupported,
 )
 from dsec.sdk.files import LocalPath, RemotePath
+from dsec.sdk.ports import LocalUrl
 from dsec.sdk.results import Event, ExecResult, Exit, LogLine, Stderr, Stdout
 
 _MIB = 1024 * 1024
@@ -257,6 +258,52 @@ class Process:
         return portal.run(self._inner.wait(check=check))
 
 
+class Forward:
+    """`async with sandbox.forward(8000) as url:` - a port inside as a port of this machine."""
+
+    _inner: _async.Forward
+
+    @classmethod
+    def _of(cls, inner: _async.Forward) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def __enter__(self) -> LocalUrl:
+        return portal.run(self._inner.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self._inner.__aexit__(kind, error, traceback))
+
+
+class Exposed:
+    """`async with sandbox.expose("http://127.0.0.1:9000", name="model") as url:` - a service of ours, reachable inside."""
+
+    _inner: _async.Exposed
+
+    @classmethod
+    def _of(cls, inner: _async.Exposed) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def __enter__(self) -> str:
+        return portal.run(self._inner.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self._inner.__aexit__(kind, error, traceback))
+
+
 class Sandbox:
     """One sandbox. Every answer is checked to come from the incarnation that this handle was made for."""
 
@@ -402,6 +449,25 @@ class Sandbox:
     def processes(self) -> list[ProcessInfo]:
         """Commands of this sandbox, ended ones too while their output is kept."""
         return portal.run(self._inner.processes())
+
+    def forward(self, port: int, *, local_port: int = 0, local_host: str = "127.0.0.1") -> Forward:
+        """A port inside as one of this machine: `with sandbox.forward(8000) as url:`, `url` is http://127.0.0.1:PORT.
+
+        Bytes are carried as they are: HTTP, WebSocket, any protocol over TCP (`url.host`, `url.port`). local_port 0 takes a
+        free one. While nothing listens inside, a connection here is accepted and reset at once. An open connection keeps an
+        idle sandbox alive.
+        """
+        return Forward._of(portal.call(lambda: self._inner.forward(port, local_port=local_port, local_host=local_host)))
+
+    def expose(self, url: str, *, name: str, port: int = 80) -> Exposed:
+        """A service of this side for code inside: `with sandbox.expose("http://127.0.0.1:9000", name="model") as url:`,
+        `url` is http://model. The name is gone at the end of the block.
+
+        url: http, https or tcp, as this program reaches it; with https, TLS is spoken on this side and HTTP inside. Bytes are
+        carried as they are, so the Host header is what code inside asked for. Conflict when the sandbox has the name, or
+        the port is taken inside; InvalidRequest for what is no host name (lower case letters, digits, hyphens, dots).
+        """
+        return Exposed._of(portal.call(lambda: self._inner.expose(url, name=name, port=port)))
 
     def info(self) -> SandboxInfo:
         """State, reason, limits, usage, layers, network. Works on an ended sandbox too."""
@@ -662,17 +728,20 @@ __all__ = [
     "ExecLimits",
     "ExecResult",
     "Exit",
+    "Exposed",
     "FileChange",
     "FileChangeKind",
     "FileError",
     "FileInfo",
     "FileKind",
     "Files",
+    "Forward",
     "InternalError",
     "InvalidRequest",
     "LayerRef",
     "Layers",
     "Limits",
+    "LocalUrl",
     "LogLine",
     "Mirror",
     "MirrorKind",

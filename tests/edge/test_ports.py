@@ -38,9 +38,13 @@ class Aether:
         if port == 82:
             await call.send(b"half a mess")
             raise Fault(ErrorKind.CONNECTION_LOST, "the connection was reset inside the sandbox")
-        return await self.accept(call)
+        return await self.echo(call)
 
     async def accept(self, call: Call) -> object:
+        call.note({"connected": True})
+        return await self.echo(call)
+
+    async def echo(self, call: Call) -> object:
         async for chunk in call.data():
             await call.send(chunk)
         call.end()

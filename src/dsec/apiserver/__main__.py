@@ -138,6 +138,7 @@ def main() -> int:
         http=DirectProtocol,
         ws="websockets-sansio",
         ws_max_size=1024 * 1024,
+        ws_ping_timeout=None,  # who is slow to read is slow to answer pings; who is gone does not acknowledge them
         ws_per_message_deflate=False,
         lifespan="on",
         log_config=None,

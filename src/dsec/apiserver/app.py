@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -18,10 +18,10 @@ from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_request_id
 
 from .commands import follow
-from .exchange import Exchange, Services, error_response
+from .exchange import ERROR_HEADER, Exchange, Services, error_header, error_response
 from .fleet import Fleet
 from .openapi import document
-from .routes import OPERATIONS, PARAMETERS, PUBLIC_PATHS, STREAM_PATH, Handler
+from .routes import OPERATIONS, PARAMETERS, PUBLIC_PATHS, SOCKETS, STREAM_PATH, Handler, Socket
 
 log = structlog.get_logger("dsec.apiserver")
 
@@ -104,6 +104,7 @@ class Entry:
         sandbox = scope.get("path_params", {}).get("id")
         response = error_response(body, request_id, sandbox)
         if scope["type"] == "websocket":
+            response.headers[ERROR_HEADER] = error_header(body, request_id, sandbox)
             await WebSocket(scope, receive, tracked).send_denial_response(response)
         else:
             await response(scope, receive, tracked)
@@ -134,6 +135,15 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise Fault(ErrorKind.NOT_FOUND, f"no such path: {scope['path'][:200]}", hint="GET /openapi.json lists them")
 
 
+def _endpoint(route: Socket, services: Services) -> Callable[[WebSocket], Awaitable[None]]:
+    async def endpoint(socket: WebSocket) -> None:
+        exchange = Exchange.of(socket.scope, socket.receive, services)
+        exchange.only({param.name: param.repeated for param in route.params})
+        await route.handler(exchange, socket)
+
+    return endpoint
+
+
 def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
     """The application over a fleet that it starts and stops itself."""
     services = Services(fleet, Placement(), version)
@@ -147,6 +157,7 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
         await follow(Exchange.of(socket.scope, socket.receive, services), socket)
 
     routes.append(WebSocketRoute(STREAM_PATH, stream))
+    routes += (WebSocketRoute(one.path, _endpoint(one, services)) for one in SOCKETS)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
@@ -28,6 +29,7 @@ NDJSON = "application/x-ndjson"
 BYTES = "application/octet-stream"
 INCARNATION = "x-dsec-incarnation"
 _INCARNATION = INCARNATION.encode()
+ERROR_HEADER = "x-dsec-error"
 MAX_JSON = 1024 * 1024
 MAX_PATH = 4096
 MAX_PARAMETERS = 256  # of a query string
@@ -261,6 +263,12 @@ def error_response(body: ErrorBody, request_id: str, sandbox: str | None = None)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(encode(ErrorReply(error_body(body, request_id, sandbox))), status, headers, JSON)
+
+
+def error_header(body: ErrorBody, request_id: str, sandbox: str | None) -> str:
+    """The same in a header's ASCII, for WebSockets: clients hand out the headers of a refusal, but not its body."""
+    short = msgspec.structs.replace(body, message=body.message[:1000], hint=body.hint[:500])
+    return json.dumps(msgspec.to_builtins(error_body(short, request_id, sandbox)))
 
 
 def error_line(body: ErrorBody, request_id: str) -> bytes:

@@ -12,12 +12,19 @@ from dsec.protocol.specs import ExecDone
 
 from .bodies import ErrorReply
 from .exchange import JSON, NDJSON
-from .routes import OPERATIONS, SANDBOX, STREAM_PATH, Operation, Param
+from .routes import OPERATIONS, SANDBOX, SOCKETS, STREAM_PATH, Operation, Param, Socket
 
 Json = dict[str, object]
 _REF = "#/components/schemas/{name}"
 _PLACEHOLDER = re.compile(r"{(\w+)(?::path)?}")
-_PATH_TEXT = {"id": "sandbox id", "exec_id": "id of a command", "ref": "name@version or name@sha256:..."}
+_PATH_TEXT = {
+    "id": "sandbox id",
+    "exec_id": "id of a command",
+    "ref": "name@version or name@sha256:...",
+    "port": "port inside the sandbox",
+    "name": "host name inside the sandbox",
+    "connection": "number that the listener told",
+}
 
 
 def document(version: str) -> bytes:
@@ -31,6 +38,7 @@ def document(version: str) -> bytes:
         path = _PLACEHOLDER.sub(r"{\1}", operation.path)
         paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, by_type)
     paths[_PLACEHOLDER.sub(r"{\1}", STREAM_PATH)] = {"get": _stream_operation(by_type)}
+    paths.update((one.path, {"get": _socket_operation(one)}) for one in SOCKETS)
     whole: Json = {
         "openapi": "3.1.0",
         "info": {"title": "DSec", "version": version, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
@@ -151,6 +159,19 @@ def _stream_operation(by_type: dict[str, Json]) -> Json:
             "101": {"description": "Switching to WebSocket"},
             "200": _content("The text message at the end", {JSON: {"properties": {"exit": by_type[repr(ExecDone)]}}}),
             **_refusals(STREAM_PATH),
+        },
+    }
+
+
+def _socket_operation(route: Socket) -> Json:
+    return {
+        "summary": route.summary,
+        "operationId": route.id,
+        "description": route.description,
+        "parameters": [*_path_params(route.path), *map(_query, route.params)],
+        "responses": {
+            "101": {"description": "Switching to WebSocket"},
+            **_refusals(route.path),
         },
     }
 

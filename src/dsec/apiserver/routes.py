@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 from dsec.protocol.specs import (
     Capabilities,
@@ -21,7 +22,7 @@ from dsec.protocol.specs import (
     SandboxInfo,
 )
 
-from . import bodies, commands, files, platform, sandboxes
+from . import bodies, commands, files, platform, ports, sandboxes
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
@@ -52,6 +53,17 @@ class Operation(NamedTuple):
     params: tuple[Param, ...] = ()
     status: int = 200
     public: bool = False
+
+
+class Socket(NamedTuple):
+    """A WebSocket of the interface."""
+
+    path: str
+    handler: Callable[[Exchange, WebSocket], Awaitable[None]]
+    summary: str
+    id: str
+    description: str
+    params: tuple[Param, ...] = ()
 
 
 _PATH = (
@@ -125,5 +137,17 @@ OPERATIONS: tuple[Operation, ...] = (
 )  # fmt: skip
 
 STREAM_PATH = f"{SANDBOX}/processes/{{exec_id}}/stream"
+SOCKETS: tuple[Socket, ...] = (
+    Socket(f"{SANDBOX}/forward/{{port}}", ports.forward, "One connection to a port inside (WebSocket)", "port.forward",
+           'Binary messages are the bytes. Text messages: `{"end": true}` ends one direction, from either side; '
+           '`{"error": ...}` says why the connection broke; others are to be ignored. Closing without an end is a reset. '
+           "Refused with 404 when nothing listens."),
+    Socket(f"{SANDBOX}/expose/{{name}}", ports.expose, "A name inside for a service of the caller (WebSocket)", "port.expose",
+           'Text messages to the client: first `{"address", "port"}`, then `{"connection", "peer"}` for each connection that '
+           'code inside makes. The client ends it with `{"end": true}`; the name is gone when the WebSocket closes.',
+           (Param("port", "integer", "port inside, default 80"),)),
+    Socket(f"{SANDBOX}/expose/{{name}}/{{connection}}", ports.exposed_connection,
+           "One connection to an exposed service (WebSocket)", "port.accept", "Messages as those of `forward`."),
+)  # fmt: skip
 PUBLIC_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.public)
 PARAMETERS = {op.handler: {param.name: param.repeated for param in op.params} for op in OPERATIONS}

@@ -100,6 +100,7 @@ class Networks:
         await self.prepare(sandbox)
         attached = self._of.get(sandbox.id)
         ours = attached.environment if attached is not None else {}
+        ours = reach.beside_services(ours, sandbox.services)
         return {name: value for name, value in ours.items() if name not in sandbox.args.env} | dict(own)
 
     async def change(self, sandbox: Sandbox) -> Network:

@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import Data, LinkClient, LinkStream, Note, decode
+from dsec.protocol.link import Data, LinkStream, Note, decode
 
 from .sandbox import Sandbox
 
@@ -77,11 +77,21 @@ async def connect(sandbox: Sandbox, port: int, host: str | None = None) -> Duple
 
     Fault not_found (retryable) when nothing listens there, timeout when it does not accept, capacity when there are too many.
     """
-    stream = await (await sandbox.link()).open("port.connect", {"port": port, "host": host})
+    return await _opened(sandbox, "port.connect", {"port": port, "host": host})
+
+
+async def accept(sandbox: Sandbox, connection: int) -> Duplex:
+    """A connection that a listener of the sandbox told of. Fault not_found when it was taken or the listener is closed."""
+    return await _opened(sandbox, "port.accept", {"connection": connection})
+
+
+async def _opened(sandbox: Sandbox, method: str, params: dict[str, object]) -> Duplex:
+    """A stream of aether's that has said that it is connected."""
+    stream = await (await sandbox.link()).open(method, params)
     try:
         if not isinstance(await stream.receive(), Note):
             await stream.result()
-            raise Fault(ErrorKind.INTERNAL, f"port {port}: no answer to a connection")
+            raise Fault(ErrorKind.INTERNAL, f"{method}: no answer")
     except BaseException:
         stream.cancel()
         raise
@@ -91,8 +101,8 @@ async def connect(sandbox: Sandbox, port: int, host: str | None = None) -> Duple
 class Listener:
     """A port inside. Iterate over it for the connections; at most 64 wait to be taken, more wait in the kernel."""
 
-    def __init__(self, client: LinkClient, stream: LinkStream, at: Listening) -> None:
-        self._client = client
+    def __init__(self, sandbox: Sandbox, stream: LinkStream, at: Listening) -> None:
+        self._sandbox = sandbox
         self._stream = stream
         self.address = at.address
         self.port = at.port
@@ -105,7 +115,7 @@ class Listener:
         await self._stream.result()
 
     async def take(self, connection: int) -> Duplex:
-        return Duplex(await self._client.open("port.accept", {"connection": connection}))
+        return await accept(self._sandbox, connection)
 
     async def __aiter__(self) -> AsyncIterator[Duplex]:
         async for arrival in self.arrivals():
@@ -118,13 +128,12 @@ async def listen(sandbox: Sandbox, address: str = "127.0.0.1", port: int = 0) ->
 
     Connections that were taken outlive it. Fault conflict when the port is in use.
     """
-    client = await sandbox.link()
-    stream = await client.open("port.listen", {"address": address, "port": port, "backlog": BACKLOG})
+    stream = await (await sandbox.link()).open("port.listen", {"address": address, "port": port, "backlog": BACKLOG})
     try:
         first = await stream.receive()
         if not isinstance(first, Note):
             await stream.result()
             raise Fault(ErrorKind.INTERNAL, f"port {port}: no answer to a listener")
-        yield Listener(client, stream, decode(first.payload, Listening))
+        yield Listener(sandbox, stream, decode(first.payload, Listening))
     finally:
         stream.cancel()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsec.protocol.mirrors import Mirror, MirrorKind
@@ -99,6 +99,12 @@ def environment(policy: Policy) -> Mapping[str, str]:
     found |= {"no_proxy": _DIRECT, "NO_PROXY": _DIRECT, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     found |= _python(of_kind(mirrors, MirrorKind.PYPI)) | _node(of_kind(mirrors, MirrorKind.NPM))
     return found
+
+
+def beside_services(variables: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str]:
+    """The same variables, with the services of the caller that have names inside reached directly."""
+    direct = ",".join((_DIRECT, *names))
+    return {name: direct if value == _DIRECT else value for name, value in variables.items()}
 
 
 def _python(indexes: Sequence[Mirror]) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Sandbox:
         self.pidfd = -1
         self.oom_kills = 0
         self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
+        self.services: dict[str, str] = {}  # names inside of the caller's services, and their addresses there
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.sleep = Sleep()

@@ -29,6 +29,7 @@ from dsec.protocol.specs import (
 
 from . import changes
 from .admission import memory
+from .forward import Forward
 from .journal import Change, Record
 from .lifecycle import Lifecycle
 from .network import Networks
@@ -103,6 +104,7 @@ class Service:
         self.features: tuple[Capability, ...] = ()  # set when the probes are through
         self._started = time.time()
         self._relay = Relay(lifecycle, networks)
+        self.forward = Forward(lifecycle)
 
     def handlers(self) -> dict[str, Handler]:
         table: dict[str, Handler] = {
@@ -123,6 +125,9 @@ class Service:
             "exec.attach": self._relay.attach,
             "fs.watch": self._relay.watch,
             "exec.poll": self._relay.poll,
+            "port.connect": self.forward.connect,
+            "port.listen": self.forward.listen,
+            "port.accept": self.forward.accept,
             "edge.status": self.status,
             "layers.list": self.layers_list,
             "layers.inspect": self.layers_inspect,

@@ -14,6 +14,7 @@ from dsec.protocol.specs import Change, ChangeSet, ExecLimits, Network, ProcessI
 from .commands import Started, body_of, run, seconds, text_or_bytes
 from .errors import DSecError, NotFound
 from .files import Files
+from .ports import Exposed, Forward
 from .process import Process
 from .results import ExecResult, LogLine
 from .transport import NDJSON, Target, Transport, cut, decode, encode, json_lines
@@ -176,6 +177,27 @@ class Sandbox:
     async def processes(self) -> list[ProcessInfo]:
         """Commands of this sandbox, ended ones too while their output is kept."""
         return await self._transport.call("GET", f"{self._path}/processes", list[ProcessInfo], target=self._target)
+
+    # -- ports --
+
+    def forward(self, port: int, *, local_port: int = 0, local_host: str = "127.0.0.1") -> Forward:
+        """A port inside as one of this machine: `async with sandbox.forward(8000) as url:`, `url` is http://127.0.0.1:PORT.
+
+        Bytes are carried as they are: HTTP, WebSocket, any protocol over TCP (`url.host`, `url.port`). local_port 0 takes a
+        free one. While nothing listens inside, a connection here is accepted and reset at once. An open connection keeps an
+        idle sandbox alive.
+        """
+        return Forward(self._transport, self._target, port, local_port, local_host)
+
+    def expose(self, url: str, *, name: str, port: int = 80) -> Exposed:
+        """A service of this side for code inside: `async with sandbox.expose("http://127.0.0.1:9000", name="model") as url:`,
+        `url` is http://model. The name is gone at the end of the block.
+
+        url: http, https or tcp, as this program reaches it; with https, TLS is spoken on this side and HTTP inside. Bytes are
+        carried as they are, so the Host header is what code inside asked for. Conflict when the sandbox has the name, or
+        the port is taken inside; InvalidRequest for what is no host name (lower case letters, digits, hyphens, dots).
+        """
+        return Exposed(self._transport, self._target, url, name, port)
 
     # -- the sandbox itself --
 

@@ -6,7 +6,7 @@ import asyncio
 import resource
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar, cast
 
 import aiohttp
@@ -22,10 +22,12 @@ from .errors import ConnectionLost, ConnectTimeout, DSecError, InternalError, In
 T = TypeVar("T")
 INCARNATION = "X-DSec-Incarnation"
 SIZE = "X-DSec-Size"  # bytes that an answer will have, as far as can be told when it begins
+ERROR_HEADER = "X-DSec-Error"
 NDJSON = "application/x-ndjson"
 _POOL = 4096
 _KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first
 _CONNECT_S = 10.0
+_CLOSE_S = 3.0
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
 _MAX_TIMEOUTS = 64  # kept made; callers use few different ones
 
@@ -309,25 +311,36 @@ class Transport:
 
     @asynccontextmanager
     async def socket(
-        self, path: str, query: Mapping[str, str], target: Target
+        self, path: str, query: Mapping[str, str], target: Target, *, heartbeat: float | None = 20
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A WebSocket. A refusal raises what the service said of it.
+
+        heartbeat: seconds; None where the service may rightly be slow to read.
+        """
         if self._session is None:
             await self.open()
         assert self._session is not None
         headers = {INCARNATION: str(target.incarnation)}
         try:
             socket = await self._session.ws_connect(
-                self.url(path, query), headers=headers, heartbeat=20, max_msg_size=4 * 1024 * 1024,
+                self.url(path, query), headers=headers, heartbeat=heartbeat, max_msg_size=4 * 1024 * 1024,
                 timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
             )  # fmt: skip
-        except aiohttp.WSServerHandshakeError:
-            raise  # the caller asks again in a way that gets the error's text
+        except aiohttp.WSServerHandshakeError as refused:
+            said = refused.headers.get(ERROR_HEADER) if refused.headers else None
+            if said is None:  # a proxy in between: the caller may ask again in a way that gets the text
+                raise
+            self.reached = True
+            raise from_body(decode(said.encode("latin-1"), ErrorBody), target.sandbox_id) from refused
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error, target) from error
+        self.reached = True
         try:
             yield socket
         finally:
-            await socket.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):  # a service that does not read does not take our farewell either
+                    await socket.close()
 
     def _lost(self, error: BaseException, target: Target | None) -> ConnectionLost:
         assert self._endpoint is not None

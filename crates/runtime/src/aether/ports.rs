@@ -106,9 +106,9 @@ impl Ports {
     fn accept(&self, params: Value, epoll: &Epoll) -> Result<Duplex, Fault> {
         let number = params.get("connection").and_then(Value::u64).and_then(|n| u32::try_from(n).ok());
         let number = number.ok_or_else(|| Fault::invalid("connection must be a number that port.listen gave"))?;
-        self.room_for_one()?;
         let waiting = self.0.borrow_mut().waiting.remove(&number);
         let waiting = waiting.ok_or_else(|| Fault::new("not_found", format!("no connection {number} waits")))?;
+        self.room_for_one()?; // else it is closed: nobody asks twice
         let socket = self.watched(epoll.own(waiting.fd)).map_err(|errno| Fault::internal("cannot watch", errno))?;
         socket.events.set(libc::EPOLLIN | libc::EPOLLOUT);
         Ok(Duplex::new(socket, None))
@@ -316,6 +316,8 @@ struct Connecting {
 struct Duplex {
     socket: Socket,
     connecting: Option<Connecting>,
+    /// The client was told that it is connected.
+    told: bool,
     /// The client's bytes that the socket did not take yet; the stream's credit bounds them.
     queue: Vec<u8>,
     sent: usize,
@@ -335,6 +337,7 @@ impl Duplex {
         Duplex {
             socket,
             connecting,
+            told: false,
             queue: Vec::new(),
             sent: 0,
             owed: 0,
@@ -438,8 +441,12 @@ impl Duplex {
                 self.eof = true;
                 sink.end();
             }
-            // A short read emptied the socket, and an end that came meanwhile is another event.
-            Ok(size) if (size as usize) < room && !self.socket.is(FINISHED) => self.socket.waits_for(libc::EPOLLIN),
+            Ok(size) if (size as usize) < room && !self.socket.is(FINISHED) => {
+                // A short read emptied the socket, and an end that came meanwhile is another event. Servers that write an
+                // answer in two parts wait for an acknowledgement in between, which the kernel would put off for 40 ms.
+                let _ = option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 1);
+                self.socket.waits_for(libc::EPOLLIN);
+            }
             Ok(_) | Err(libc::EINTR) => {}
             Err(libc::EAGAIN) => {
                 self.socket.waits_for(READABLE);
@@ -481,11 +488,10 @@ impl Job for Duplex {
     }
 
     fn step(&mut self, sink: &mut Sink) -> Result<Step, Fault> {
-        let was_connecting = self.connecting.is_some();
         if !self.proceed()? {
             return Ok(Step::Wait);
         }
-        if was_connecting {
+        if !std::mem::replace(&mut self.told, true) {
             sink.note(&Pack::default().map(1).str("connected").bool(true).0);
         }
         self.push();

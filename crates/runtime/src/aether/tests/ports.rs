@@ -60,6 +60,12 @@ impl Client {
         (stream, port as u16)
     }
 
+    /// The same in the place of connections that are given up.
+    fn listen_after(&mut self, given_up: &[(u32, TcpStream)]) -> (u32, u16) {
+        given_up.iter().for_each(|(stream, _)| self.send(Kind::Cancel, *stream, b""));
+        self.listen()
+    }
+
     /// The number of the next connection to a listener.
     fn arrival(&mut self, stream: u32) -> u64 {
         let note = self.note(stream).expect("a connection");
@@ -348,4 +354,12 @@ fn connections_are_counted() {
     client.send(Kind::Cancel, streams[0].0, b"");
     let stream = client.open("port.connect", at(port).into());
     assert!(client.note(stream).is_some(), "room again");
+
+    let (listener, port) = client.listen_after(&streams[1..3]);
+    client.open("port.connect", at(server.local_addr().expect("address").port()).into());
+    let late = patient(TcpStream::connect(("127.0.0.1", port)).expect("connect"));
+    let connection = client.arrival(listener);
+    let refused = client.take(connection);
+    assert_eq!(client.finish(refused).fault().0, "capacity");
+    assert!(!matches!((&late).read(&mut [0; 1]), Ok(1..)), "what found no room is closed, and does not wait for ever");
 }
