@@ -96,6 +96,10 @@ class FakeSandbox:
         found = next(one for one in self.client.sandboxes if one.id == self.id)
         return msgspec.structs.replace(found, usage=Usage(memory_bytes=3 << 20, cpu_s=1.5, pids=4))
 
+    async def set_network(self, rules: Mapping[str, bool]) -> Network:
+        self.client.did.append(f"network {dict(rules)}")
+        return Network("proxy", dict(rules), dict.fromkeys(rules, "allowed"))
+
     async def stop(self) -> None:
         self.client.did.append(f"stop {self.id}")
 

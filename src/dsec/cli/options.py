@@ -28,6 +28,17 @@ Command = Annotated[
 ]
 
 
+Allow = Annotated[
+    list[str] | None, typer.Option("--allow", metavar="NAME", help="Let it reach a mirror or domain; repeatable.")
+]
+Deny = Annotated[list[str] | None, typer.Option("--deny", metavar="NAME", help="The opposite; repeatable.")]
+
+
+def rules(allow: list[str] | None, deny: list[str] | None) -> dict[str, bool]:
+    """Network rules of both lists; a name in both is denied."""
+    return dict.fromkeys(allow or (), True) | dict.fromkeys(deny or (), False)
+
+
 def pairs(values: list[str] | None, option: str) -> dict[str, str]:
     """`NAME=VALUE` strings as a dictionary."""
     parsed: dict[str, str] = {}

@@ -38,6 +38,8 @@ def run(
     user: options.User = None,
     workdir: options.Workdir = None,
     label: options.Labels = None,
+    allow: options.Allow = None,
+    deny: options.Deny = None,
     timeout: options.Timeout = None,
     max_output: options.MaxOutput = 256,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running; its id goes to stderr.")] = False,
@@ -52,6 +54,7 @@ def run(
     dsec run debian@12 -- python3 -c 'print(6 * 7)'
     dsec run debian@12 --memory 256 --timeout 10 -- bash -c 'echo $HOME; id'
     dsec run debian@12 --layer black@24.2.0 --keep --label team=search -- pytest -q
+    dsec run debian@12 --allow pypi -- pip download six
     tar c src | dsec run debian@12 -- tar t
     """
     argv = _argv(command, f"dsec run {image} -- python3 -V")
@@ -69,6 +72,7 @@ def run(
         init_user=user or "root",
         workdir=workdir,
         labels=options.pairs(label, "--label"),
+        network_rules=options.rules(allow, deny),
     )
     return with_client(
         lambda client: _run(client, args, argv, timeout=timeout, max_output=max_output, keep=keep, json=json)

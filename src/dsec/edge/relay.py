@@ -82,7 +82,8 @@ class Relay:
             )
         sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
-        fields["env"] = await self._networks.with_variables(sandbox, params.env)
+        if fields.get("session") is None:  # a session has had them since it was opened, and may have changed them
+            fields["env"] = await self._networks.with_variables(sandbox, params.env)
         detached = params.detached and not params.follow
         with sandbox.sleep.short() if detached else sandbox.activity():
             place = await self._starts.take()

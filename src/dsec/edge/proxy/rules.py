@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -10,7 +11,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.mirrors import Mirror, MirrorKind
 from dsec.protocol.specs import Network
 
-from .names import MAX_NAME, BadName, is_address, normal, split_authority
+from .names import MAX_NAME, BadName, normal, split_authority
 
 HTTP, TLS = 80, 443
 MAX_RULES = 1024
@@ -110,8 +111,9 @@ class Policy:
         for name in self._allowed_mirrors:
             url = urlsplit(self._mirrors[name].url)
             assert url.hostname is not None
-            if url.scheme == "http" and not is_address(url.hostname):
-                found[normal(url.hostname), url.port or HTTP] = self._mirrors[name]
+            if url.scheme == "http":
+                with suppress(BadName):  # an address: nobody can ask for one
+                    found[normal(url.hostname), url.port or HTTP] = self._mirrors[name]
         return found
 
     @property
