@@ -37,10 +37,8 @@ def test_run_takes_rules(dsec: Invoke, client: FakeClient) -> None:
 def test_single_mirrors_go_before_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mirrors.toml"
     file.write_text("[pypi]\nurl = 'http://a.example/simple/'\n[npm]\nurl = 'http://b.example/'\n")
-    found = {
-        mirror.name: mirror
-        for mirror in _mirrors(file, ["pypi=http://c.example/simple/", "x=http+http://d.example/"]) or ()
-    }
+    given = ["pypi=http://c.example/simple/", "x=http+http://d.example/"]
+    found = {mirror.name: mirror for mirror in _mirrors(file, given) or ()}
     assert [mirror.url for mirror in found.values()] == [
         "http://c.example/simple/",
         "http://b.example/",

@@ -396,6 +396,33 @@ except ssl.SSLError as error:
 END"""
 
 
+async def test_a_port_that_is_taken_inside_is_told_and_found_again(client: DSecClient) -> None:
+    async with client.run_container(DSecContainerRunArgs(BASE)) as sandbox:
+        server = await sandbox.start(["python3", "-m", "http.server", "--bind", "127.0.0.1", "18080"])
+        await until(lambda: answers(sandbox, "http://127.0.0.1:18080/"))
+        told = await sandbox.set_network({"pypi": True})
+        assert "18080" in told.enforced["pypi"] and told.enforced["pypi"].startswith("refused: no proxy inside")
+        await server.signal("KILL")
+        await server.wait()
+        await until(lambda: answers(sandbox, "http://pypi/repo/simple/tinyone/"))
+        assert (await sandbox.info()).network.enforced == {"pypi": "allowed"}
+
+
+async def answers(sandbox: Sandbox, url: str) -> bool:
+    return (await sandbox.exec(["curl", "-sf", "-o", "/dev/null", url])).ok
+
+
+async def test_a_paused_sandbox_has_its_network_when_it_is_resumed(client: DSecClient) -> None:
+    async with client.run_container(DSecContainerRunArgs(BASE, network_rules={"pypi": True})) as sandbox:
+        assert await answers(sandbox, "http://pypi/repo/simple/tinyone/")
+        await sandbox.pause()
+        assert (await sandbox.info()).network.mode == "proxy"
+        assert await answers(sandbox, "http://pypi/repo/simple/tinyone/")
+        await sandbox.pause()
+        await sandbox.set_network({"pypi": False})
+        assert not await answers(sandbox, "http://pypi/repo/simple/tinyone/")
+
+
 async def test_a_restarted_edge_enforces_the_same(site: Site) -> None:
     """What runs inside goes on asking, and is answered by the rules of before, without a new command."""
     state = Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp"))
@@ -412,8 +439,7 @@ async def test_a_restarted_edge_enforces_the_same(site: Site) -> None:
             await until(lambda: last_is(sandbox, "200 403"))
             edge = next(process.pid for process in embedded.status(state).processes if process.role == "edge")
             kill(edge)
-            await sandbox_says_itself(state, endpoint)
-            await sandbox.files.remove("/tmp/last")
+            await until(lambda: removed(sandbox, "/tmp/last"))  # when it was started again
             await until(lambda: last_is(sandbox, "200 403"))
             assert (await sandbox.info()).network == told
             changed = await sandbox.changes(include=("etc/**", "etc", "usr", "usr/**"))
@@ -423,8 +449,12 @@ async def test_a_restarted_edge_enforces_the_same(site: Site) -> None:
         shutil.rmtree(state)
 
 
-async def sandbox_says_itself(state: Path, endpoint: embedded.Endpoint) -> None:
-    await asyncio.to_thread(embedded.up, state, port=int(endpoint.url.rpartition(":")[2]))
+async def removed(sandbox: Sandbox, path: str) -> bool:
+    try:
+        await sandbox.files.remove(path)
+    except dsec.ConnectionLost:
+        return False
+    return True
 
 
 async def last_is(sandbox: Sandbox, text: str) -> bool:
