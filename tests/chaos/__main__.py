@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class Chaos:
     ) -> None:
         self._client = client
         self._victims = Victims(Path(endpoint.state), Path(endpoint.run))
-        self._run = Path(endpoint.run)
+        self._state, self._run = Path(endpoint.state), Path(endpoint.run)
         self._trap = trap
         self._store = store
         self._cells = cells
@@ -128,6 +128,8 @@ class Chaos:
         finally:
             with suppress(DSecError):
                 await again(sandbox.stop)
+        if cell.process == "supervisor":  # nobody but the next `dsec up` replaces it
+            await asyncio.to_thread(embedded.up, self._state, port=0, store=self._store.root)
         self._book(number, cell, verdict)
         left = await orphans(self._client, self._run)
         if left:
@@ -209,8 +211,8 @@ def _until(happened: Callable[[], bool], patience_s: float = 10.0) -> None:
             raise TimeoutError("it did not happen")
 
 
-def _table(hits: Counter[Cell]) -> Table:
-    """Kills by process, and operation with step and side."""
+def _table(hits: Counter[Cell], cells: Sequence[Cell]) -> Table:
+    """Kills by process, and operation with step and side; blank where nothing was to be killed."""
     table = Table(title="kills that fell where they should")
     table.add_column("operation, step")
     for process in PROCESSES:
@@ -218,11 +220,10 @@ def _table(hits: Counter[Cell]) -> Table:
     for operation, steps in STEPS.items():
         for step in steps:
             for when in ("before", "after"):
-                cells = [Cell(process, operation, step, when) for process in PROCESSES]
-                counts = [
-                    ("[red]0" if not hits[cell] else str(hits[cell])) if _is_there(cell) else "" for cell in cells
-                ]
-                table.add_row(f"{operation}: {when} {step}", *counts)
+                row = [Cell(process, operation, step, when) for process in PROCESSES]
+                counts = [(str(hits[cell]) if hits[cell] else "[red]0") if cell in cells else "" for cell in row]
+                if any(counts):
+                    table.add_row(f"{operation}: {when} {step}", *counts)
     return table
 
 
@@ -250,7 +251,7 @@ async def _main(arguments: argparse.Namespace) -> Summary:
     summary.empty_cells = sum(chaos.hits[cell] == 0 for cell in cells) if points >= len(cells) else 0
     summary.seconds = round(time.monotonic() - started, 1)
     console = Console(width=140)
-    console.print(_table(chaos.hits))
+    console.print(_table(chaos.hits, cells))
     for word in chaos.words:
         console.print(word, highlight=False, markup=False)
     return summary
