@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def apiserver(
-    directory: Path, *edges: FakeEdge, port: int | None = None, ready: bool = True
+    directory: Path, *edges: FakeEdge, port: int | None = None, ready: bool = True, arguments: Sequence[str] = ()
 ) -> AsyncIterator[str]:
     """The URL of a running apiserver; its log must hold no traceback at the end."""
     key = directory / "api.key"
@@ -39,7 +39,7 @@ async def apiserver(
     log = directory / f"apiserver-{port}.log"
     with log.open("ab") as sink:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dsec.apiserver", "--listen", f"127.0.0.1:{port}", "--key-file", str(key), *sockets,
+            sys.executable, "-m", "dsec.apiserver", "--listen", f"127.0.0.1:{port}", "--key-file", str(key), *sockets, *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
     try:

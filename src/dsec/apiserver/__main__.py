@@ -22,8 +22,8 @@ from dsec.protocol.errors import Fault
 from dsec.protocol.privilege import keep_capabilities
 
 from .app import build
-from .direct import DirectProtocol
 from .fleet import Fleet
+from .guard import Bounds, GuardedProtocol
 
 KEEP_ALIVE_S = 75  # longer than the SDK keeps idle connections, so that it is never the server that closes first
 GRACE_S = 2
@@ -37,6 +37,12 @@ def _arguments() -> argparse.Namespace:
     where.add_argument("--fd", type=int, help="a bound socket, inherited")
     parser.add_argument("--edge-socket", action="append", required=True, metavar="PATH", help="repeat for more edges")
     parser.add_argument("--key-file", required=True, metavar="PATH", help="one line, mode 0600")
+    parser.add_argument(
+        "--max-connections", type=int, default=Bounds().connections, metavar="N", help="at once; more replace idle ones"
+    )
+    parser.add_argument(
+        "--header-timeout", type=float, default=Bounds().header_s, metavar="S", help="for the headers of a request"
+    )
     parser.add_argument("--ready", type=int, default=-1, metavar="FD", help="`ok` is written here when it serves")
     parser.add_argument("--lifeline", type=int, default=-1, metavar="FD", help="ends when this reads end-of-file")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -110,10 +116,12 @@ def _sockets(arguments: argparse.Namespace) -> list[socket.socket]:
     return [socket.create_server((host.strip("[]"), int(port)), family=family, backlog=BACKLOG)]
 
 
-def _raise_descriptor_limit() -> None:
+def _raise_descriptor_limit() -> int:
+    """As many descriptors as we may have; how many that are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def main() -> int:
@@ -123,7 +131,10 @@ def main() -> int:
     try:
         keys = KeyRing.from_file(arguments.key_file)
         sockets = _sockets(arguments)
-        _raise_descriptor_limit()
+        most = _raise_descriptor_limit() // 2  # the other half is for what requests open
+        GuardedProtocol.bounds = Bounds(
+            connections=max(1, min(arguments.max_connections, most)), header_s=arguments.header_timeout
+        )
         if os.geteuid() == 0:
             keep_capabilities()
     except (Fault, OSError, ValueError) as error:
@@ -135,7 +146,7 @@ def main() -> int:
     config = uvicorn.Config(
         build(fleet, keys, version=version("dsec")),
         loop="uvloop",
-        http=DirectProtocol,
+        http=GuardedProtocol,
         ws="websockets-sansio",
         ws_max_size=1024 * 1024,
         ws_ping_timeout=None,  # who is slow to read is slow to answer pings; who is gone does not acknowledge them

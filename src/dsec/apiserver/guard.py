@@ -1,0 +1,130 @@
+"""Connections that ask for nothing: bounded in number and time, so that thousands of them starve nobody.
+
+Who connects and says nothing, or says it a byte a minute, costs a descriptor and some memory. Headers must be there in time;
+a body must go on coming as long as we are willing to take it; and when there are too many connections, one that no request
+is at work on gives way to the new one, the longest silent first. A request that is at work is never cut off for that: when
+all are at work, the new connection is refused with a typed error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind
+from dsec.protocol.ids import new_request_id
+
+from .bodies import ErrorReply
+from .direct import DirectProtocol
+from .exchange import encode, error_body
+
+_SWEEP_S = 0.5
+_PART = 64
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """connections: at once, WebSockets included. header_s: from the first byte (or the connection) to the end of the headers.
+    body_s: between two pieces of a body. stalled_s: a body that has said nothing for so long gives way when room is needed.
+    """
+
+    connections: int = 8192
+    header_s: float = 15.0
+    body_s: float = 120.0
+    stalled_s: float = 10.0
+
+
+class GuardedProtocol(DirectProtocol):
+    """One connection, with an eye on the clock."""
+
+    bounds: ClassVar[Bounds] = Bounds()
+    _sweeping: ClassVar[bool] = False
+
+    _heard = 0.0
+    _head_since: float | None = None  # headers are awaited since then
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._heard = self._head_since = self.loop.time()
+        if len(self.connections) > self.bounds.connections and not self._make_room():
+            self._refuse(
+                ErrorKind.CAPACITY,
+                f"all {self.bounds.connections} connections are at work",
+                "close some, or ask again in a moment",
+            )
+            return
+        if not GuardedProtocol._sweeping:
+            GuardedProtocol._sweeping = True
+            self.loop.call_later(_SWEEP_S, self._sweep)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_since = self._heard
+
+    def on_headers_complete(self) -> None:
+        self._head_since = None
+        super().on_headers_complete()
+
+    # -- who gives way --
+
+    def _make_room(self) -> bool:
+        """Ends some that nothing is at work on, the longest silent first: a few at once, so that this is not done for each."""
+        now = self.loop.time()
+        others = (one for one in self.connections if isinstance(one, GuardedProtocol) and one is not self)
+        idle = [one for one in others if one._gives_way(now)]
+        idle.sort(key=lambda one: one._heard)
+        for one in idle[: max(1, self.bounds.connections // _PART)]:
+            one._end()
+        return bool(idle)
+
+    def _gives_way(self, now: float) -> bool:
+        if self.transport.is_closing():
+            return False
+        return not self._at_work() or self._stalled(now, self.bounds.stalled_s)
+
+    def _at_work(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stalled(self, now: float, patience: float) -> bool:
+        """A body that does not come, though we would take it."""
+        return self._at_work() and self.cycle.more_body and not self.flow.read_paused and now - self._heard >= patience
+
+    # -- time --
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        ours = [one for one in self.connections if isinstance(one, GuardedProtocol)]
+        for one in ours:
+            one._check(now)
+        GuardedProtocol._sweeping = bool(ours)
+        if ours:
+            self.loop.call_later(_SWEEP_S, self._sweep)
+
+    def _check(self, now: float) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head_since is not None and not self._at_work() and now - self._head_since >= self.bounds.header_s:
+            text = f"no whole request came within {self.bounds.header_s:g} s"
+            self._refuse(ErrorKind.TIMEOUT, text, "send the headers at once")
+        elif self._stalled(now, self.bounds.body_s):
+            self._end()  # its handler sees the end of the connection
+
+    def _refuse(self, kind: ErrorKind, message: str, hint: str) -> None:
+        body = ErrorBody(kind=kind, message=message, hint=hint, retryable=True)
+        request_id = new_request_id()
+        answer = encode(ErrorReply(error_body(body, request_id, None)))
+        head = f"content-type: application/json\r\ncontent-length: {len(answer)}\r\nconnection: close\r\n\r\n"
+        status = 408 if kind is ErrorKind.TIMEOUT else STATUS[kind]
+        self.transport.write(STATUS_LINE[status] + head.encode() + answer)
+        self.transport.close()
+
+    def _end(self) -> None:
+        """Out of the count at once; the kernel may take its time."""
+        self.connections.discard(self)
+        self.transport.abort()
