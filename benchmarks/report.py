@@ -47,6 +47,7 @@ PROMISES = {
     "download_mb_per_s": Promise("value", "least", 250),
     "rss_growth_mb": Promise("value", "most", 32),
     "first_byte_p50_ms": Promise("value", "most", 3),
+    "worst_ratio": Promise("value", "most", 3),
     "pause_ms": Promise("value", "most", 150),
     "resume_first_result_ms": Promise("value", "most", 60),
     "returned_share": Promise("value", "least", 0.75),

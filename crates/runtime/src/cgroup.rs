@@ -25,6 +25,10 @@ const PERIOD_US: u64 = 100_000;
 const SOCKETS_SHARE: u64 = 8;
 const SOCKETS_LEAST: u64 = 16 << 20;
 
+/// Process numbers are the whole machine's: this part of them, but not less than this many, is never for sandboxes.
+const NUMBERS_SHARE: u64 = 8;
+const NUMBERS_LEAST: u64 = 2048;
+
 /// First letter of the names of spare groups.
 const SPARE: char = 'g';
 
@@ -141,8 +145,10 @@ impl Cgroups {
     /// sandboxes' groups.
     fn settle(&mut self, mount_points: &[String]) -> Result<(), Failure> {
         if let (Kind::V2, Some(unified)) = (self.kind, &self.unified) {
-            return enable_controllers(unified.as_raw_fd(), ".");
+            enable_controllers(unified.as_raw_fd(), ".")?;
+            return keep_process_numbers(unified);
         }
+        keep_process_numbers(&self.v1[2])?;
         let own = std::fs::read_to_string("/proc/self/cgroup").map_err(Errno::from);
         let own = own.at(STAGE, || "read /proc/self/cgroup".into())?;
         for index in [0, 2] {
@@ -624,6 +630,16 @@ fn enable_controllers(dir: i32, path: &str) -> Result<(), Failure> {
     written.at(STAGE, || format!("enable memory, cpu and pids in {path}"))
 }
 
+/// However many sandboxes fill their limits: the machine goes on starting processes.
+fn keep_process_numbers(parent: &OwnedFd) -> Result<(), Failure> {
+    let most = sys::read_file(libc::AT_FDCWD, c"/proc/sys/kernel/pid_max").at(STAGE, || "read pid_max".into())?;
+    set(parent, "pids.max".into(), numbers_for_sandboxes(most.trim().parse().unwrap_or(32_768)).to_string())
+}
+
+fn numbers_for_sandboxes(most: u64) -> u64 {
+    most.saturating_sub((most / NUMBERS_SHARE).max(NUMBERS_LEAST)).max(most / 2)
+}
+
 fn set(parent: &OwnedFd, file: String, value: String) -> Result<(), Failure> {
     let at = || format!("write {value} to {file}");
     sys::write_file(parent.as_raw_fd(), &c(file.as_str()), value.as_bytes()).at(STAGE, at)
@@ -704,6 +720,13 @@ mod tests {
         assert_eq!(field("oom 4\noom_kill 3\n", "oom_kill"), 3);
         assert_eq!(field("oom 4\noom_kill 3\n", "oom"), 4);
         assert_eq!(field("", "max"), -1);
+    }
+
+    #[test]
+    fn some_process_numbers_are_kept() {
+        assert_eq!(numbers_for_sandboxes(32_768), 28_672);
+        assert_eq!(numbers_for_sandboxes(4_194_304), 3_670_016);
+        assert_eq!(numbers_for_sandboxes(4_096), 2_048);
     }
 
     #[test]

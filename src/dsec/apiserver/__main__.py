@@ -19,6 +19,7 @@ import uvicorn
 from dsec.iam.keys import KeyRing
 from dsec.placement.registry import FixedRegistry
 from dsec.protocol.errors import Fault
+from dsec.protocol.priority import prefer_this_process
 from dsec.protocol.privilege import keep_capabilities
 
 from .app import build
@@ -135,6 +136,7 @@ def main() -> int:
         GuardedProtocol.bounds = Bounds(
             connections=max(1, min(arguments.max_connections, most)), header_s=arguments.header_timeout
         )
+        prefer_this_process()
         if os.geteuid() == 0:
             keep_capabilities()
     except (Fault, OSError, ValueError) as error:

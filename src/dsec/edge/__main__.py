@@ -22,6 +22,7 @@ from dsec.backends.runtime import runtime_path
 from dsec.layers import LayerStore
 from dsec.protocol.errors import Fault
 from dsec.protocol.link import LinkServer
+from dsec.protocol.priority import prefer_this_process
 from dsec.protocol.specs import Reason
 
 from .admission import Admission
@@ -186,6 +187,7 @@ def main() -> int:
     config = from_arguments(sys.argv[1:])
     try:
         _prepare(config)
+        prefer_this_process()
         edge = Edge(config)
         status = uvloop.run(edge.run())
         if status == 0:
