@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
-from dsec.protocol.ids import new_exec_id, valid_exec_id
+from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
 from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, Whole
 
 T = TypeVar("T")
@@ -68,7 +68,9 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             params["line"] = self.command.encode()
         elif self.command:
             params["argv"] = [word.encode() for word in self.command]
-        params["exec_id"] = checked_exec_id(self.exec_id or new_exec_id())
+        params["exec_id"] = checked_exec_id(
+            self.exec_id or (new_exec_id() if self.step is None else step_exec_id(self.step))
+        )
         return params
 
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Coroutine
 
 import msgspec
+from blake3 import blake3
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import LinkStream
@@ -67,6 +68,8 @@ async def send_ahead(link: EdgeLink, params: dict[str, object]) -> None:
         piece = {"data": blob[offset : offset + PIECE], "offset": offset}
         await link.call("exec.stage", {**_base(params), **piece})
     params["staged"] = len(blob)
+    if params["step"] is not None:
+        params["ahead_digest"] = blake3(blob).hexdigest()
 
 
 def _named(name: str) -> str:

@@ -79,6 +79,7 @@ class Edge:
             runtime=self._runtime,
             version=VERSION,
         )
+        service.settle_steps()
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls())

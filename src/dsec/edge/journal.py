@@ -191,7 +191,9 @@ class Journal:
             if (known := self._live.get(record.changed)) is not None:
                 _change(known, record.change)
         elif record.step_of and record.step is not None:
-            if record.step_of in self._live:
+            if not record.step.exec_id:
+                self._steps.get(record.step_of, {}).pop(record.step.step, None)
+            elif record.step_of in self._live:
                 self._steps.setdefault(record.step_of, {})[record.step.step] = record.step
         else:
             kept = Record(**{name: getattr(record, name) for name in Record.__struct_fields__})
@@ -239,6 +241,11 @@ class Journal:
         if id in self._live:
             self._steps.setdefault(id, {})[step.step] = step
             self._add(_encode(_Stepped(id, step)))
+
+    def unstepped(self, id: str, number: int) -> None:
+        """A step whose command never started: its number is free again."""
+        if self._steps.get(id, {}).pop(number, None) is not None:
+            self._add(_encode(_Stepped(id, Step(step=number, digest="", exec_id=""))))
 
     def ended(self, id: str, state: State, reason: Reason, detail: str = "") -> None:
         """The final word."""

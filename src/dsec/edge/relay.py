@@ -22,6 +22,7 @@ from .lifecycle import Lifecycle
 from .network import Networks
 from .sandbox import Sandbox
 from .starts import Starts
+from .stepping import Digests, Stepping
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -72,6 +73,7 @@ class Relay:
         self._lifecycle = lifecycle
         self._networks = networks
         self._starts = Starts()
+        self.stepping = Stepping(lifecycle, self._done)
 
     async def exec(self, call: Call) -> object:
         """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
@@ -85,13 +87,25 @@ class Relay:
         if fields.get("session") is None:  # a session has had them since it was opened, and may have changed them
             fields["env"] = await self._networks.with_variables(sandbox, params.env)
         detached = params.detached and not params.follow
+        stepped = None if params.step is None else await self.stepping.begin(sandbox, call)
+        if stepped is not None:
+            fields["exec_id"] = stepped.step.exec_id
         with sandbox.sleep.short() if detached else sandbox.activity():
             place = await self._starts.take()
             try:
                 with step("exec.run", sandbox.id):
-                    reply = await self._forward(
-                        call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
-                    )
+
+                    async def run(method: str, digests: Digests | None = None) -> bytes:
+                        return await self._forward(
+                            call, sandbox, method, fields, upload=params.stdin_open, resend=not params.stdin_open,
+                            digests=digests,
+                        )  # fmt: skip
+
+                    if stepped is not None and detached:
+                        return await self.stepping.started(sandbox, stepped, run)
+                    if stepped is not None:
+                        return await self.stepping.run(sandbox, stepped, run, whole=params.cursor == 0)
+                    reply = await run("exec")
             finally:
                 place.free()
         if detached:
@@ -134,7 +148,15 @@ class Relay:
         return msgspec.Raw(await self._forward(call, sandbox, call.method, _fields(call), upload=False, resend=True))
 
     async def _forward(
-        self, call: Call, sandbox: Sandbox, method: str, fields: object, *, upload: bool, resend: bool = False
+        self,
+        call: Call,
+        sandbox: Sandbox,
+        method: str,
+        fields: object,
+        *,
+        upload: bool,
+        resend: bool = False,
+        digests: Digests | None = None,
     ) -> bytes:
         """One request to aether; sent once more when the connection turns out dead before anything came back."""
         for attempt in range(2):
@@ -145,6 +167,8 @@ class Relay:
                 async for item in stream:
                     passed += 1
                     if isinstance(item, Data):
+                        if digests is not None:
+                            digests.take(item)
                         await call.send(item.data, item.channel)
                     elif isinstance(item, Note):
                         call.note_raw(item.payload)
@@ -168,7 +192,8 @@ class Relay:
         done = decode(reply, _Done)
         detail = await self._detail(sandbox, done) if done.reason is not None else ""
         sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({done.reason})" if done.reason else ""))
-        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, detail=detail)
+        number = self.stepping.number(sandbox, done.exec_id)
+        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, detail=detail, step=number)
 
     async def _detail(self, sandbox: Sandbox, done: _Done) -> str:
         """The limit that a command met, and the use of it."""

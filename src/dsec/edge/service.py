@@ -106,6 +106,10 @@ class Service:
         self._relay = Relay(lifecycle, networks)
         self.forward = Forward(lifecycle)
 
+    def settle_steps(self) -> None:
+        """After a restart: learns what became of the steps that an earlier edge had under way."""
+        self._relay.stepping.settle_open()
+
     def handlers(self) -> dict[str, Handler]:
         table: dict[str, Handler] = {
             "sandbox.create": self.create,

@@ -42,6 +42,11 @@ def new_exec_id() -> str:
     return f"ex-{_random(16, _names.getrandbits)}"
 
 
+def step_exec_id(step: int) -> str:
+    """The command of a step that was given no other name: whoever asks for the step again finds it by this one."""
+    return f"step-{step}"
+
+
 def valid_exec_id(exec_id: str) -> bool:
     return _EXEC_ID.fullmatch(exec_id) is not None
 

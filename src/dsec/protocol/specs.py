@@ -162,7 +162,8 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     timeout and idle_timeout in seconds; max_output_bytes per stream; the same exec_id again attaches to the first run.
     detached: the reply comes at once and the command is no activity. stdin None means /dev/null;
-    stdin_open keeps a pipe open for later writes.
+    stdin_open keeps a pipe open for later writes. step numbers a step of a rollout: the same request under that number again is
+    the same run, another one is a conflict; stdin_digest is blake3 of a stdin that does not come with the request itself.
     """
 
     exec_id: str
@@ -179,6 +180,8 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     merge_stderr: bool = False
     detached: bool = False
     limits: ExecLimits | None = None
+    step: int | None = None
+    stdin_digest: str = ""
 
 
 class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +190,7 @@ class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
     reason names a limit of the sandbox that a failed command met: "oom" (one of its processes was killed for want of memory),
     "disk_full" (nothing more could be written when it ended), "pids" (forks were refused while it ran); `detail` has the
     limit and the use.
+    replayed: the answer to a step that had been answered before.
     """
 
     exec_id: str
@@ -201,6 +205,8 @@ class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     reason: Literal["oom", "disk_full", "pids"] | None = None
     detail: str = ""
+    step: int | None = None
+    replayed: bool = False
 
 
 class ExecReply(msgspec.Struct, frozen=True, kw_only=True):

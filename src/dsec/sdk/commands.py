@@ -8,8 +8,9 @@ import os
 from collections.abc import AsyncIterable, Mapping, Sequence
 
 import msgspec
+from blake3 import blake3
 
-from dsec.protocol.ids import new_exec_id
+from dsec.protocol.ids import new_exec_id, step_exec_id
 from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec
 
 from .errors import InvalidRequest
@@ -63,6 +64,7 @@ def body_of(
     merge_stderr: bool,
     exec_id: str | None,
     limits: ExecLimits | None,
+    step: int | None = None,
     stdin_open: bool = False,
 ) -> ExecBody:
     """The request for a shell line (bytes) or an argv. Of a long stdin it carries the beginning."""
@@ -73,7 +75,7 @@ def body_of(
     source = source_of(stdin)
     inline = source[:INLINE] if isinstance(source, bytes) else None
     return ExecBody(
-        exec_id=exec_id or new_exec_id(),
+        exec_id=exec_id or (new_exec_id() if step is None else step_exec_id(step)),
         line=command if isinstance(command, bytes) else None,
         argv=() if isinstance(command, bytes) else tuple(os.fsencode(word) for word in command),
         cwd=None if cwd is None else os.fsencode(cwd),
@@ -86,6 +88,8 @@ def body_of(
         max_output_bytes=max_output_bytes,
         merge_stderr=merge_stderr,
         limits=limits,
+        step=step,
+        stdin_digest=blake3(source).hexdigest() if step is not None and isinstance(source, bytes) else "",
         wait_s=WAIT_S,
     )
 

@@ -79,6 +79,8 @@ def exec_result(done: ExecDone, stdout: bytes, stderr: bytes) -> ExecResult:
         duration_s=done.duration_s,
         exec_id=done.exec_id,
         incarnation=done.incarnation,
+        step=done.step,
+        replayed=done.replayed,
         reason=done.reason,
         detail=done.detail,
     )
