@@ -46,6 +46,7 @@ PROMISES = {
     "upload_mb_per_s": Promise("value", "least", 250),
     "download_mb_per_s": Promise("value", "least", 250),
     "rss_growth_mb": Promise("value", "most", 32),
+    "request_p50_ms": Promise("value", "most", 4),
     "first_byte_p50_ms": Promise("value", "most", 3),
     "worst_ratio": Promise("value", "most", 3),
     "pause_ms": Promise("value", "most", 150),

@@ -17,6 +17,7 @@ SAID = {
     "quickstart.py": ["hello from sb-", "pypi: refused"],
     "burst.py": ["64 of 64 sandboxes created, used and removed"],
     "inspect_eval.py": ["3: It has 3 lines.", "accuracy 1 over 8 samples"],
+    "services.py": ["the model is http://model", "the agent answers: desserts, says the model", "the name is gone"],
     "sync_client.py": ["1\n2\n3\nexit code 0\n", "the command exited with 2", "write project/count.sh", "files=1"],
 }
 

@@ -6,10 +6,13 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
+import signal
 import socket
 import struct
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -26,12 +29,16 @@ from dsec import (
     InvalidRequest,
     LocalUrl,
     Process,
+    Reason,
     Sandbox,
     SandboxUnavailable,
+    State,
     Stdout,
 )
 from dsec.cluster import embedded
+from dsec.layers import LayerStore
 
+from .command_line import command_line
 from .conftest import BASE
 
 pytestmark = pytest.mark.e2e
@@ -381,3 +388,72 @@ print("open", len(held), flush=True)
 import time
 time.sleep(600)
 """
+
+
+# -- life around them --------------------------------------------------------------------------------------------------
+
+
+async def test_an_open_connection_is_activity(client: DSecClient) -> None:
+    args = DSecContainerRunArgs(BASE, ttl_running_stop=1)
+    async with client.run_container(args) as sandbox:
+        await serve(sandbox)
+        async with sandbox.forward(ECHO) as url, connection(url) as (reader, writer), asyncio.timeout(DEADLINE):
+            for number in range(5):
+                writer.write(b"x")
+                assert await reader.readexactly(1) == b"x", number
+                await asyncio.sleep(0.5)  # longer together than the sandbox may idle
+        async with asyncio.timeout(DEADLINE):
+            while (await sandbox.info()).reason is None:
+                await asyncio.sleep(0.05)
+        assert (await sandbox.info()).reason is Reason.TTL_IDLE
+
+
+async def test_a_paused_sandbox_is_resumed_by_a_connection(inside: Sandbox) -> None:
+    await inside.pause()
+    async with inside.forward(ECHO) as url:
+        assert await asyncio.wait_for(echoed(url, b"awake"), DEADLINE) == b"awake"
+    assert (await inside.info()).state is State.RUNNING
+
+
+@pytest.fixture
+def endpoint(store: LayerStore) -> Iterator[embedded.Endpoint]:
+    """A platform whose processes are started again when they die."""
+    state = Path(tempfile.mkdtemp(prefix="dsec-", dir="/var/tmp"))
+    try:
+        yield embedded.up(state, port=0, store=store.root)
+    finally:
+        embedded.down(state)
+        shutil.rmtree(state)
+
+
+async def test_an_api_server_that_dies(endpoint: embedded.Endpoint) -> None:
+    """Open connections break; the same block carries new ones, both ways, when it is back."""
+    key = Path(endpoint.key_file).read_text().strip()
+    async with DSecClient(endpoint.url, key) as client, model() as service, asyncio.timeout(90):
+        async with client.run_container(DSecContainerRunArgs(BASE)) as sandbox:
+            await serve(sandbox)
+            async with sandbox.forward(ECHO) as url, sandbox.expose(service, name="model"):
+                async with connection(url) as (reader, writer):
+                    writer.write(b"x")
+                    assert await reader.readexactly(1) == b"x"
+                    [pid] = [p.pid for p in embedded.status(endpoint.state).processes if p.role == "apiserver"]
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                        await reader.readexactly(1)
+                assert await echoed(url, b"again") == b"again", "a new connection waits for the service"
+                while (await sandbox.run_shell("curl -sS -m 5 http://model/again")).text != "model /again 0\n":
+                    await asyncio.sleep(0.1)
+
+
+async def test_the_command_line(inside: Sandbox, platform: embedded.Endpoint) -> None:
+    dsec = command_line(platform)
+    with dsec.start("forward", inside.id, str(ECHO), "--json") as process:
+        assert process.stdout is not None
+        told = json.loads(await asyncio.to_thread(process.stdout.readline))
+        url = LocalUrl.of(told["host"], told["port"])
+        assert await asyncio.wait_for(echoed(url, b"hello"), DEADLINE) == b"hello"
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, DEADLINE) == 143
+    for wrong in ("x", "0", "1:70000", ":1"):
+        assert dsec("forward", inside.id, wrong).code == 2

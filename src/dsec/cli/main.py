@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from dsec.cli import bench, copy, demo, doctor, layer, network, platform, run, sandboxes, version
+from dsec.cli import bench, copy, demo, doctor, forward, layer, network, platform, run, sandboxes, version
 from dsec.cli.failure import CliFailure, ExitCode, report
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (platform, doctor, run, sandboxes, network, copy, demo, bench, version):
+for group in (platform, doctor, run, sandboxes, network, copy, forward, demo, bench, version):
     group.register(app)
 app.add_typer(layer.app, name="layer")
 
