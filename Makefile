@@ -5,10 +5,11 @@ PY := .venv/bin/python
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 SEED ?= 1
 POINTS ?= 240
 
-.PHONY: setup base demo test test-unit chaos lint format bench openapi lock clean
+.PHONY: setup base demo test test-unit chaos lint format bench fuzz openapi lock clean
 
 setup:
 	@scripts/setup.sh packages venv runtime
@@ -45,6 +46,9 @@ chaos: base
 
 bench: base
 	.venv/bin/dsec bench density create exec $(BENCH_ARGS)
+
+fuzz: setup
+	@fuzz/run.sh $(FUZZ_SECONDS)
 
 openapi: setup
 	$(PY) -m dsec.apiserver.openapi > docs/openapi.json

@@ -22,7 +22,7 @@ machine() {
 packages() {
     machine
     local missing=() package
-    for package in erofs-utils btrfs-progs mmdebstrap gcc libc6-dev make git ca-certificates; do
+    for package in erofs-utils btrfs-progs mmdebstrap gcc g++ libc6-dev make git ca-certificates; do
         dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
     [ ${#missing[@]} = 0 ] && return

@@ -18,10 +18,11 @@ from dsec.protocol.frames import (
     STREAM_CREDIT,
     FrameReader,
     FrameType,
+    ProtocolError,
     pack_frame,
     pack_preamble,
 )
-from dsec.protocol.link import Call, Data, LinkClient, LinkServer, Note
+from dsec.protocol.link import Call, Data, LinkClient, LinkServer, Note, RecordReader, pack_record
 
 
 class Echo(msgspec.Struct):
@@ -288,3 +289,42 @@ async def test_each_direction_of_a_stream_ends_on_its_own(server: Path) -> None:
     assert (await stream.result(Echo)).size == 1_000_000
     assert await stream.receive() is None and stream.ended
     await client.close()
+
+
+@pytest.mark.parametrize(
+    "error", [Fault(ErrorKind.NOT_FOUND, "no \udcff", hint="\udcff", name="\udcff"), OSError(2, "no", "\udcff")]
+)
+async def test_an_error_about_an_undecodable_name_is_told(tmp_path: Path, error: Exception) -> None:
+    """Such a text cannot be encoded as it is; the request would never be answered."""
+
+    async def fails(call: Call) -> object:
+        raise error
+
+    server = LinkServer({"fails": fails}, on_error=lambda method, error: None)
+    await server.listen_unix(tmp_path / "s")
+    client = await LinkClient.connect_unix(tmp_path / "s")
+    with pytest.raises(Fault, match=r"\\udcff") as told:
+        async with asyncio.timeout(5):
+            await client.call("fails", {})
+    assert told.value.body.kind in (ErrorKind.NOT_FOUND, ErrorKind.INTERNAL)
+    await client.close()
+    await server.close()
+
+
+def test_a_record_is_bounded_by_its_length_alone() -> None:
+    """A peer that announces gigabytes is not waited for with a growing buffer."""
+    reader = RecordReader(dict, 1000)
+    assert list(reader.feed(pack_record({"a": 1}) + (999).to_bytes(4, "little"))) == [{"a": 1}]
+    with pytest.raises(Fault, match="1001 bytes is over 1000"):
+        list(RecordReader(dict, 1000).feed((1001).to_bytes(4, "little")))
+    with pytest.raises(Fault):
+        list(RecordReader(dict).feed(b"\xff" * 4))
+
+
+def test_an_impossible_length_is_known_before_the_rest_of_its_head() -> None:
+    for cut in range(1, 5):
+        reader = FrameReader()
+        begun = pack_frame(FrameType.PING, 0, b"x") + bytes(cut)
+        with pytest.raises(ProtocolError):
+            for byte in begun + bytes(4 - cut):
+                reader.feed(bytes([byte]))

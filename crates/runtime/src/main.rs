@@ -5,6 +5,8 @@
 mod aether;
 mod birth;
 mod cgroup;
+#[cfg(any(test, fuzzing))]
+mod fuzzing;
 mod helper;
 mod inside;
 mod launcher;

@@ -131,6 +131,8 @@ class FrameReader:
             return self._cut(_shared.view[:size])
         self._have += size
         if self._have < self._needed:
+            if self._needed == HEADER:
+                _plausible(memoryview(self._rest)[: self._have])
             return []
         view, self._rest = memoryview(self._rest)[: self._have], bytearray()
         return self._cut(view)
@@ -165,8 +167,7 @@ class FrameReader:
                 raise ProtocolError(f"DATA on channel {payload[0]}")
             frames.append((kind, stream, payload))
             position += 4 + length
-        if end - position >= 4 and not 5 <= int.from_bytes(view[position : position + 4], "little") <= MAX_PAYLOAD + 5:
-            raise ProtocolError("impossible length")
+        _plausible(view[position:])
         if position < end:
             self._keep(view[position:], needed)
         return frames
@@ -175,6 +176,12 @@ class FrameReader:
         self._rest = bytearray(needed + HEADER)
         self._rest[: len(begun)] = begun
         self._have, self._needed = len(begun), needed
+
+
+def _plausible(begun: memoryview) -> None:
+    """A length that cannot be is known before the rest of its head is there."""
+    if len(begun) >= 4 and not 5 <= int.from_bytes(begun[:4], "little") <= MAX_PAYLOAD + 5:
+        raise ProtocolError("impossible length")
 
 
 class _Shared(threading.local):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import posixpath
@@ -25,6 +26,23 @@ from .errors import FileInvalid
 _CHUNK = 1024 * 1024  # a turn in a thread costs as much as copying some hundred kilobytes
 _PIPE = 1024 * 1024
 _MAX_NAME = 4096
+_MAX_EXTENSION = 1024 * 1024
+_MAX_SKIPPED = 10_000  # names of members left out that are kept
+_EXTENSIONS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+# What an entry may meet in the directory, because of another entry or of what was there before.
+_IN_ITS_WAY = frozenset(
+    (
+        errno.ENOENT,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ELOOP,
+        errno.EPERM,
+        errno.EACCES,
+        errno.ENAMETOOLONG,
+        errno.EMLINK,
+    )
+)
 
 
 class Downloaded(msgspec.Struct, frozen=True):
@@ -181,15 +199,32 @@ def _unpack(source: IO[bytes], target: Path) -> Downloaded:
     target.mkdir(parents=True, exist_ok=True)
     root = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with source, tarfile.open(fileobj=source, mode="r|", bufsize=_CHUNK) as tar:
+        with source, tarfile.open(fileobj=source, mode="r|", bufsize=_CHUNK, tarinfo=_Member) as tar:
             found = _Unpacker(root).run(tar)
             while source.read(_CHUNK):  # the writer must not see a broken pipe over the padding at the end
                 pass
             return found
-    except tarfile.TarError as error:
-        raise FileInvalid(f"the sandbox sent a damaged archive: {error}") from error
+    except (tarfile.TarError, ValueError, ArithmeticError, LookupError, EOFError, RecursionError) as error:
+        raise FileInvalid(f"the sandbox sent a damaged archive: {error or type(error).__name__}") from error
     finally:
         os.close(root)
+
+
+class _Member(tarfile.TarInfo):
+    """What tarfile would take into memory, or write, at a header's word is refused: none of it is in what a sandbox sends."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENSIONS and not 0 <= self.size <= _MAX_EXTENSION:
+            raise tarfile.ReadError(f"an extended header of {self.size} bytes")
+        if self.type in (tarfile.GNUTYPE_SPARSE, tarfile.XGLTYPE):
+            raise tarfile.ReadError("a sparse file, or a header for the whole archive")
+        made: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return made
+
+    def _sparse(self, *_: object) -> None:
+        raise tarfile.ReadError("a sparse file")
+
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _sparse
 
 
 class _Unpacker:
@@ -203,11 +238,12 @@ class _Unpacker:
         self._bytes = 0
 
     def run(self, tar: tarfile.TarFile) -> Downloaded:
-        for member in tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # else it would keep them all
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
             why = self._refusal(member, parts)
             if why:
-                self._skipped[member.name] = why
+                self._skip(member, why)
             elif parts:
                 self._place(tar, member, parts)
         for parts, mode in reversed(self._modes):  # last, or a directory without w would refuse its own entries
@@ -215,10 +251,16 @@ class _Unpacker:
                 os.fchmod(directory, mode)
         return Downloaded(self._files, self._bytes, self._skipped)
 
+    def _skip(self, member: tarfile.TarInfo, why: str) -> None:
+        if len(self._skipped) < _MAX_SKIPPED:
+            self._skipped[member.name] = why
+
     @staticmethod
     def _refusal(member: tarfile.TarInfo, parts: list[str]) -> str:
         if member.name.startswith("/") or ".." in parts or len(member.name) > _MAX_NAME:
             return "its name leads out of the directory"
+        if "\0" in member.name or "\0" in member.linkname:
+            return "a NUL byte in its name"
         if member.issym():
             end = posixpath.normpath(posixpath.join(*parts[:-1], member.linkname) if parts[:-1] else member.linkname)
             if member.linkname.startswith("/") or end == ".." or end.startswith("../"):
@@ -236,15 +278,19 @@ class _Unpacker:
                     self._directory(directory, name)
                     self._modes.append((parts, mode))
                     return
+                if member.islnk():
+                    self._hard_link(member, parts, directory)
+                    return
                 self._clear(directory, name)
                 if member.issym():
                     os.symlink(member.linkname, name, dir_fd=directory)
-                elif member.islnk():
-                    self._hard_link(member, directory, name)
                 else:
                     self._file(tar, member, directory, name, mode)
-        except NotADirectoryError:
-            self._skipped[member.name] = "a symlink or file stands in its way"
+        except OSError as error:
+            if error.errno not in _IN_ITS_WAY:
+                raise
+            what = "a symlink or file" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror
+            self._skip(member, f"{what} stands in its way")
 
     @contextlib.contextmanager
     def _parent(self, parts: list[str], *, make: bool) -> Iterator[int]:
@@ -276,14 +322,17 @@ class _Unpacker:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
             os.unlink(name, dir_fd=at)
 
-    def _hard_link(self, member: tarfile.TarInfo, at: int, name: str) -> None:
+    def _hard_link(self, member: tarfile.TarInfo, parts: list[str], at: int) -> None:
         source = [part for part in member.linkname.split("/") if part not in ("", ".")]
         if not source or ".." in source:
-            self._skipped[member.name] = "a link that leads out of the directory"
+            self._skip(member, "a link that leads out of the directory")
             return
-        with self._parent(source, make=False) as holder:
-            os.link(source[-1], name, src_dir_fd=holder, dst_dir_fd=at, follow_symlinks=False)
-        self._files += 1
+        if source != parts:  # a link to itself is there, or nowhere
+            with self._parent(source, make=False) as holder:
+                os.stat(source[-1], dir_fd=holder, follow_symlinks=False)
+                self._clear(at, parts[-1])
+                os.link(source[-1], parts[-1], src_dir_fd=holder, dst_dir_fd=at, follow_symlinks=False)
+            self._files += 1
 
     def _file(self, tar: tarfile.TarFile, member: tarfile.TarInfo, at: int, name: str, mode: int) -> None:
         contents = tar.extractfile(member)
@@ -293,5 +342,6 @@ class _Unpacker:
             while chunk := contents.read(_CHUNK):
                 self._bytes += file.write(chunk)
             os.fchmod(file.fileno(), mode)
-            os.utime(file.fileno(), (member.mtime, member.mtime))
+            with contextlib.suppress(OverflowError, ValueError):  # a time that no clock here shows
+                os.utime(file.fileno(), (member.mtime, member.mtime))
         self._files += 1

@@ -9,6 +9,8 @@ mod conn;
 mod fault;
 mod feed;
 mod files;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod limits;
 mod log;
 mod os;
