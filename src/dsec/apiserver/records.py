@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import msgspec
@@ -56,7 +56,7 @@ async def collect(stream: LinkStream, kind: type[T]) -> tuple[list[T], ListReply
         stream.cancel()
 
 
-async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
+async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncGenerator[bytes, None]:
     """NDJSON: a line each, then `{"end": ListReply}` or `{"error": ...}`, so that a cut answer is never taken for a whole one."""
     reader = RecordReader(kind, _limit(kind))
     count = 0
@@ -74,7 +74,7 @@ async def lines(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIter
         yield error_line(fault.body, request_id)
 
 
-async def lines_from(stream: LinkStream, kind: type[T], request_id: str) -> AsyncIterator[bytes]:
+async def lines_from(stream: LinkStream, kind: type[T], request_id: str) -> AsyncGenerator[bytes, None]:
     """As `lines`, once there is something: a refusal before it is raised and gets a status of its own."""
     while not stream.has_arrived:
         if stream.ended:
@@ -84,7 +84,7 @@ async def lines_from(stream: LinkStream, kind: type[T], request_id: str) -> Asyn
     return lines(stream, kind, request_id)
 
 
-async def kept_alive(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def kept_alive(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The same lines, and an empty one when there was none for a while: who waits knows that the connection is there."""
     coming: asyncio.Future[bytes | None] = asyncio.ensure_future(anext(source, None))
     try:
@@ -100,6 +100,7 @@ async def kept_alive(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     finally:
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)
+        await source.aclose()
 
 
 def _complete(found: int, reply: ListReply) -> None:
