@@ -57,6 +57,7 @@ async def test_the_router_would_find_the_same() -> None:
             "/v1/sandboxes", "/v1/sandboxes/", "/v1/sandboxes/sb-e-000000000000", "/v1/sandboxes/sb-e-000000000000/",
             "/v1/sandboxes/x/exec", "/v1/sandboxes/x/exec/", "/v1/sandboxes//exec", "/v1/sandboxes/x/y/exec",
             "/v1/sandboxes/x/files/stat", "/v1/sandboxes/x/files",
+            "/v1/sandboxes/x/processes",
             "/v1/sandboxes/x/files/list", "/v1/sandboxes/x/files/archive", "/v1/sandboxesx/x", "/v1/sandboxes/x%2Fexec",
             "/v1/sandboxes/stop", "/v1/layers", "/",
         ):  # fmt: skip
@@ -72,7 +73,7 @@ async def test_the_router_would_find_the_same() -> None:
                 if match is Match.FULL
             )
             assert first == (direct[1], direct[0])
-    assert found == 12
+    assert found == 13
 
 
 async def test_one_connection_takes_all_kinds_in_turn(pipe: Pipe, edge: FakeEdge) -> None:

@@ -35,6 +35,7 @@ _PLAIN = re.compile(rb"[A-Za-z0-9._~/-]+")
 _OF_ALL: dict[bytes, Handler] = {b"POST": sandboxes.create}
 _OF_ONE: dict[tuple[bytes, bytes], Handler] = {  # by method and what follows the sandbox's id
     (b"POST", b"exec"): commands.run,
+    (b"POST", b"processes"): commands.start,
     (b"DELETE", b""): sandboxes.stop,
     (b"GET", b""): sandboxes.info,
     (b"GET", b"files/stat"): files.stat,
