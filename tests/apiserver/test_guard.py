@@ -19,9 +19,15 @@ ARGS = dsec.DSecContainerRunArgs("debian@12")
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[int]:
+async def edge(tmp_path: Path) -> AsyncIterator[FakeEdge]:
+    async with FakeEdge(tmp_path) as edge:
+        yield edge
+
+
+@pytest.fixture
+async def port(tmp_path: Path, edge: FakeEdge) -> AsyncIterator[int]:
     bounds = ("--max-connections", str(MOST), "--header-timeout", str(HEADER_S))
-    async with FakeEdge(tmp_path) as edge, apiserver(tmp_path, edge, arguments=bounds) as url:
+    async with apiserver(tmp_path, edge, arguments=bounds) as url:
         yield int(url.rpartition(":")[2])
 
 
@@ -92,15 +98,17 @@ async def test_many_silent_connections_starve_nobody(port: int) -> None:
         assert (await sandbox.run_shell("echo hi")).text == "hi\n"
 
 
-async def test_when_all_are_at_work_the_next_one_is_told(port: int) -> None:
+async def test_when_all_are_at_work_the_next_one_is_told(port: int, edge: FakeEdge) -> None:
     async with dsec.DSecClient(f"http://127.0.0.1:{port}", KEY) as client, client.run_container(ARGS) as sandbox:
-        body = json.dumps({"line": "c2xlZXAgMw==", "exec_id": "ID", "wait_s": 20})  # sleep 3
+        body = json.dumps({"line": "c2xlZXAgNQ==", "exec_id": "ID", "wait_s": 20})  # sleep 5
         head = f"POST /v1/sandboxes/{sandbox.id}/exec HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         busy = []
         for number in range(MOST):
             text = body.replace("ID", f"ex-{number}")
             busy.append(await connect(port, f"{head}content-length: {len(text)}\r\n\r\n{text}".encode()))
-            await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            while edge.calls.count("exec") < MOST:
+                await asyncio.sleep(0.01)
 
         async def refused() -> bytes:
             reader, writer = await connect(port)
