@@ -288,6 +288,10 @@ async def test_the_callers_variables_come_first(client: DSecClient) -> None:
     async with client.run_container(args) as sandbox:
         line = "echo $PIP_INDEX_URL $http_proxy"
         assert (await sandbox.run_shell(line, env={"http_proxy": "own"})).text == "http://mine/ own\n"
+        many = {f"V{number}": "x" for number in range(10_000)}
+        line += " $https_proxy $V9999"
+        result = await sandbox.run_shell(line, env={**many, "http_proxy": "own"})
+        assert result.text == "http://mine/ own http://127.0.0.1:18080 x\n"
 
 
 async def test_without_rules_there_is_nothing(client: DSecClient) -> None:

@@ -42,6 +42,10 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
     staged: int | None = None
 
 
+class _Variables(Target, frozen=True):
+    env: dict[str, str] = {}
+
+
 class _Attach(Target, frozen=True):
     """wake: False for one who goes on waiting, and so does not resume a paused sandbox."""
 
@@ -134,7 +138,9 @@ class Relay:
         """Every other method of aether, unchanged but for the fields that name the sandbox."""
         target = call.params(Target)
         sandbox = await self._lifecycle.ready(target.sandbox, target.incarnation)
-        fields = _fields(call)
+        fields: dict[str, object] = dict(_fields(call))
+        if call.method == "session.open":
+            fields["env"] = await self._networks.with_variables(sandbox, call.params(_Variables).env)
         durable = step("write.file", sandbox.id) if call.method in _UPLOADS else ExitStack()
         with sandbox.sleep.short(), durable, sandbox.activity() if call.method.startswith("fs.") else ExitStack():
             reply = await self._forward(call, sandbox, call.method, fields, upload=call.method in _UPLOADS,
@@ -210,7 +216,7 @@ class Relay:
         return f"out of memory: limit {args.memory_limit_mb} MiB{peak}, {done.amount} killed while it ran"
 
 
-def _harmless_twice(method: str, fields: dict[str, msgspec.Raw]) -> bool:
+def _harmless_twice(method: str, fields: dict[str, object]) -> bool:
     """A write to stdin that says where it belongs is taken once, however often it comes."""
     return method in _RESENDABLE or (method == "exec.write" and "offset" in fields)
 

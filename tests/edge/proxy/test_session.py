@@ -221,6 +221,8 @@ async def test_large_bodies_take_bounded_memory() -> None:
         (get("http://files/pub/..\\secret"), b"403 "),
         (get("http://files/publicity"), b"403 "),
         (b"PUT http://files/pub/x HTTP/1.1\r\nHost: files\r\nContent-Length: 1\r\n\r\nx", b"403 "),
+        (get("http://files/pub/x", "Content-Length: 18") + b"GET / HTTP/1.1\r\n\r\n", b"403 "),
+        (get("http://files/pub/x", "Transfer-Encoding: chunked") + b"0\r\n\r\n", b"403 "),
         (b"DELETE http://files/pub/x HTTP/1.1\r\nHost: files\r\n\r\n", b"403 "),
         # elsewhere
         (get("http://example.com/"), b"403 "),

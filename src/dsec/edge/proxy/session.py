@@ -33,7 +33,7 @@ from .http1 import (
     write_head,
 )
 from .limits import Limits
-from .names import BadName, is_address, split_authority
+from .names import BadName, normal, split_authority
 from .rules import HTTP, TLS, Denial, Policy, Route, Target, method_allowed, prefix
 from .source import Ended, Source
 from .tunnel import tunnel
@@ -122,8 +122,8 @@ class Session:
         except BadName as error:
             return await self._deny(request, Denial(request.target[:120], str(error)), body=Body(Framing.CLOSE))
         decision = self._shared.policy().decide(target)
-        if isinstance(decision, Route) and not method_allowed(decision.mirror, request.method) and not target.tls:
-            decision = Denial(str(target), f"a mirror is for reading: GET and HEAD, not {request.method}")
+        if isinstance(decision, Route) and not target.tls and not _reads(decision.mirror, request, body):
+            decision = Denial(str(target), "a mirror is for reading: GET and HEAD, without a body")
         if isinstance(decision, Denial):
             return await self._deny(request, decision, body)
         self.target = target
@@ -368,6 +368,13 @@ def _same(host: str, target: Target) -> bool:
     return name == target.name and (port or (TLS if target.tls else HTTP)) == target.port
 
 
+def _reads(mirror: Mirror | None, request: Request, body: Body) -> bool:
+    """A mirror is for reading. A server may take the body of a GET, which few expect, for another request."""
+    return method_allowed(mirror, request.method) and (
+        mirror is None or mirror.writable or body.framing is Framing.NONE
+    )
+
+
 def _within(path: str, mirror: Mirror) -> bool:
     """Below the mirror's prefix, and no way of reading it climbs out."""
     plain = path.partition("?")[0]
@@ -430,8 +437,10 @@ def _location(text: str, route: Route) -> bytes:
     if route.mirror is not None and (url.scheme or scheme, host, port) == (scheme, server.host.lower(), server.port):
         rest = (url.path or "/") + (f"?{url.query}" if url.query else "")
         return f"http://{route.mirror.name}{rest}".encode("latin-1")
-    if is_address(host):
-        raise Malformed(f"it redirects to the address {host[:60]}, which cannot be reached")
+    try:
+        normal(host)
+    except BadName:
+        raise Malformed(f"it redirects to {host[:60]!a}, which is no name and cannot be reached") from None
     return text.encode("latin-1")
 
 
