@@ -167,3 +167,17 @@ async def test_a_damaged_archive_is_typed(tmp_path: Path) -> None:
 
     with pytest.raises(FileInvalid):
         await unpack_tree(cut(), tmp_path / "c")
+
+
+async def test_a_local_file_goes_with_the_length_it_had(tmp_path: Path, sandbox: Sandbox) -> None:
+    from dsec.sdk.archive import read_file
+    from dsec.sdk.errors import FileInvalid
+
+    local = tmp_path / "f"
+    local.write_bytes(b"12345")
+    assert b"".join([piece async for piece in read_file(os.fsencode(local), 3)]) == b"123", "it grew meanwhile"
+    with pytest.raises(FileInvalid, match="cut short"):
+        _ = [piece async for piece in read_file(os.fsencode(local), 6)]
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(FileInvalid, match="neither"):
+        await sandbox.files.upload(tmp_path / "fifo", "/f")
