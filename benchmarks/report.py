@@ -28,6 +28,8 @@ class Promise(msgspec.Struct, frozen=True):
 
     def holds(self, value: float, ratio: float | None) -> bool:
         number = value if self.of == "value" else ratio
+        if self.bound == 0:
+            return number == 0
         if (
             number is None or value <= 0
         ):  # the floor did not run, or something else on the machine freed more than we took
@@ -49,6 +51,8 @@ PROMISES = {
     "request_p50_ms": Promise("value", "most", 4),
     "first_byte_p50_ms": Promise("value", "most", 3),
     "worst_ratio": Promise("value", "most", 3),
+    "adopt_s": Promise("value", "most", 3),
+    "lost": Promise("value", "most", 0),
     "pause_ms": Promise("value", "most", 150),
     "resume_first_result_ms": Promise("value", "most", 60),
     "returned_share": Promise("value", "least", 0.75),

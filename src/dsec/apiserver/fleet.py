@@ -18,7 +18,7 @@ from dsec.watcher.watcher import EdgeView, Watcher
 
 T = TypeVar("T")
 _FIRST_BEAT = 5.0
-_RETRY = (0.02, 0.05, 0.1, 0.2, 0.5)
+_RETRY = (0.02, 0.05, 0.1)  # an edge that is started again is back in half a second
 
 log = structlog.get_logger("dsec.apiserver.fleet")
 

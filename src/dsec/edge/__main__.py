@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 
@@ -70,8 +71,14 @@ class Edge:
     async def run(self) -> int:
         """Until it is told to end: every sandbox ends with it. 1 when it cannot go on, and leaves them to the next edge."""
         self._listen_for_the_end()
+        began = time.monotonic()
         await self._start_launcher()
+        launched = time.monotonic()
         await self._lifecycle.recover()
+        _log.info(
+            "took over", sandboxes=len(self._lifecycle.live()), launcher_s=round(launched - began, 3),
+            recover_s=round(time.monotonic() - launched, 3), python_s=round(began - _process_start(), 3),
+        )  # fmt: skip
         service = Service(
             lifecycle=self._lifecycle,
             networks=self._networks,
@@ -166,6 +173,13 @@ class Edge:
         if self._config.ephemeral:
             shutil.rmtree(self._config.state, ignore_errors=True)
             shutil.rmtree(self._config.run, ignore_errors=True)
+
+
+def _process_start() -> float:
+    """When this process began, on the monotonic clock: ticks since boot, of which there are a hundred a second."""
+    with open("/proc/self/stat", encoding="latin-1") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK") - (time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic())
 
 
 def _say_ready(fd: int, text: str) -> None:

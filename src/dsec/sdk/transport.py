@@ -28,7 +28,7 @@ _POOL = 4096
 _KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first
 _CONNECT_S = 10.0
 _CLOSE_S = 3.0
-_FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
+_FIRST_DELAY, _LAST_DELAY = 0.05, 0.25
 _MAX_TIMEOUTS = 64  # kept made; callers use few different ones
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]] | None
