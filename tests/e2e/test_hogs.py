@@ -110,7 +110,7 @@ async def test_the_removal_of_a_hundred_thousand_files_holds_nobody_up(
 
 async def test_a_file_of_fifty_gigabytes_of_nothing_takes_nothing(sandbox: dsec.Sandbox) -> None:
     await sandbox.run_shell("truncate -s 50G /sparse && echo end >> /sparse", check=True)
-    assert (await sandbox.info()).usage.disk_bytes < 1 << 20
+    assert (await sandbox.info()).usage.disk_bytes < 16 << 20, "metadata, and what the edge itself puts there"
     assert await sandbox.files.read("/sparse", offset=50 << 30) == b"end\n"
     changes = await sandbox.changes(include=("sparse",), max_bytes=1 << 20)
     [change] = changes.changes
