@@ -508,3 +508,9 @@ async def test_the_proxy_has_no_privilege(sandbox: Sandbox, node: embedded.Endpo
     assert set(facts["Uid"]) == set(facts["Gid"]) == {"65534"} and facts["Groups"] == []
     assert int(facts["CapPrm"][0], 16) == int(facts["CapEff"][0], 16) == int(facts["CapInh"][0], 16) == 0
     assert facts["NoNewPrivs"] == ["1"] and facts["Seccomp"] == ["2"]
+    held = {fd.name: os.readlink(fd) for fd in Path(f"/proc/{proxy_of(node)}/fd").iterdir()}
+    files = {fd: what for fd, what in held.items() if not what.startswith(("socket:", "anon_inode:[eventpoll]"))}
+    assert set(files) == {"2"} and files["2"].endswith("edge.log"), files
+    assert len(held) < 12 and sum(what == held["0"] for what in held.values()) == 1, "nothing that the edge had"
+    environment = Path(f"/proc/{proxy_of(node)}/environ").read_bytes()
+    assert b"the-operators-secret" not in environment

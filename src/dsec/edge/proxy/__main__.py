@@ -63,6 +63,7 @@ def _edge_said(ended: asyncio.Event) -> None:
 
 
 def main() -> int:
+    os.closerange(3, 1 << 20)  # whatever was inheritable in the edge is none of ours
     structlog.configure(
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"),
                     structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
