@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -98,3 +101,42 @@ async def test_a_wrong_incarnation_is_an_invalid_request(url: str, value: str) -
 async def test_what_is_no_sandbox_is_not_found(url: str, id: str) -> None:
     for tail in ("", "/processes", "/processes/x"):
         assert (await _asked(url, "GET", f"/v1/sandboxes/{id}{tail}"))[0] in (400, 404)
+
+
+_AUTH = f"Authorization: Bearer {KEY}\r\n".encode()
+_GET = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n" + _AUTH
+RAW = {
+    "no HTTP": (b"\x16\x03\x01\x02\x00" + bytes(100), 400),
+    "another version": (b"GET / HTTP/9.9\r\n\r\n", 400),
+    "a NUL in a header": (_GET + b"X: a\0b\r\n\r\n", 400),
+    "bytes that are no ASCII in the path": (b"GET /v1/\xff\xfe HTTP/1.1\r\nHost: x\r\n" + _AUTH + b"\r\n", 400),
+    "a length that is none": (_GET + b"Content-Length: x\r\n\r\n", 400),
+    "a length beyond 64 bits": (_GET + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+    "two lengths": (_GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    "length and chunks": (_GET + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+    "a header without end": (_GET + b"X: " + b"a" * 5_000_000, 431),
+    "a first line without end": (b"GET /" + b"a" * 5_000_000, 431),
+    "a header that ends too late": (_GET + b"X: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+    "many headers": (_GET + b"".join(b"X-%d: a\r\n" % i for i in range(1000)) + b"\r\n", 431),
+    "a long query": (b"GET /v1/sandboxes?label=" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n" + _AUTH + b"\r\n", 431),
+}
+
+
+@pytest.mark.parametrize("what", RAW)
+async def test_what_is_no_request_is_refused_with_a_typed_error(url: str, what: str) -> None:
+    sent, status = RAW[what]
+    address = urlsplit(url)
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(sent)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        error = json.loads(await reader.readexactly(length))["error"]
+        assert int(head.split()[1]) == status, head
+        assert error["kind"] == ("too_large" if status == 431 else "invalid_request")
+        assert error["details"]["request_id"]
+        with contextlib.suppress(ConnectionResetError):  # it did not read all that we sent
+            assert await reader.read() == b""  # and that was all
+        writer.close()
+    async with aiohttp.ClientSession(timeout=_DEADLINE) as session, session.get(f"{url}/healthz") as answer:
+        assert answer.status == 200

@@ -34,7 +34,5 @@ async def environment(request: pytest.FixtureRequest, discovered: None) -> Async
 
 
 @pytest.fixture
-def sandbox_env(request: pytest.FixtureRequest, environment: DSecSandboxEnvironment) -> SandboxEnvironment:
-    if request.node.originalname == "test_exec_large_command":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a command line is still one message of the link"))
+def sandbox_env(environment: DSecSandboxEnvironment) -> SandboxEnvironment:
     return environment

@@ -1,4 +1,4 @@
-"""Connections that ask for nothing: bounded in number and time, so that thousands of them starve nobody.
+"""Connections that ask for nothing: bounded in number, time and size of their headers, so that thousands of them starve nobody.
 
 Who connects and says nothing, or says it a byte a minute, costs a descriptor and some memory. Headers must be there in time;
 a body must go on coming as long as we are willing to take it; and when there are too many connections, one that no request
@@ -23,6 +23,9 @@ from .exchange import encode, error_body
 
 _SWEEP_S = 0.5
 _PART = 64
+MAX_HEAD = 64 * 1024  # bytes of a request's first line and headers
+MAX_HEADERS = 128
+_HEAD_TOO_LARGE = 431
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -44,6 +47,8 @@ class GuardedProtocol(DirectProtocol):
 
     _heard = 0.0
     _head_since: float | None = None  # headers are awaited since then
+    _head_size = 0  # bytes of what came meanwhile, more or less
+    _refused = False  # whatever else comes is not looked at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,15 +66,44 @@ class GuardedProtocol(DirectProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
+        if self._refused:
+            return
         super().data_received(data)
+        if self._head_since is not None:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self._refuse_head()
+        elif not self._at_work():
+            self._head_since = self._heard  # something came, but no request
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_since = self._heard
+        self._head_size = 0
 
     def on_headers_complete(self) -> None:
         self._head_since = None
-        super().on_headers_complete()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD or len(self.headers) > MAX_HEADERS:
+            self._refuse_head()
+        elif not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP; the parser does not say more."""
+        self._refuse(ErrorKind.INVALID, "this is no HTTP/1.1 request", "GET /openapi.json describes every request")
+
+    def _refuse_head(self) -> None:
+        text = f"first line and headers are more than {MAX_HEAD} bytes, or more than {MAX_HEADERS} headers"
+        self._refuse(ErrorKind.TOO_LARGE, text, "send large contents as a body", _HEAD_TOO_LARGE)
 
     # -- who gives way --
 
@@ -115,12 +149,18 @@ class GuardedProtocol(DirectProtocol):
         elif self._stalled(now, self.bounds.body_s):
             self._end()  # its handler sees the end of the connection
 
-    def _refuse(self, kind: ErrorKind, message: str, hint: str) -> None:
-        body = ErrorBody(kind=kind, message=message, hint=hint, retryable=True)
+    def _refuse(self, kind: ErrorKind, message: str, hint: str, status: int = 0) -> None:
+        """Instead of an answer to what was asked, or to nothing; then the connection ends."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        body = ErrorBody(
+            kind=kind, message=message, hint=hint, retryable=kind in (ErrorKind.CAPACITY, ErrorKind.TIMEOUT)
+        )
         request_id = new_request_id()
         answer = encode(ErrorReply(error_body(body, request_id, None)))
         head = f"content-type: application/json\r\ncontent-length: {len(answer)}\r\nconnection: close\r\n\r\n"
-        status = 408 if kind is ErrorKind.TIMEOUT else STATUS[kind]
+        status = status or (408 if kind is ErrorKind.TIMEOUT else STATUS[kind])
         self.transport.write(STATUS_LINE[status] + head.encode() + answer)
         self.transport.close()
 

@@ -86,20 +86,24 @@ def _operation(operation: Operation, by_type: dict[str, Json]) -> Json:
     return found
 
 
-_METHOD_NOT_ALLOWED = 405
+_OF_HTTP = {  # what is answered before anybody looks at what was asked
+    405: f"{ErrorKind.INVALID.value} (no such method here)",
+    408: f"{ErrorKind.TIMEOUT.value} (the headers did not come)",
+    431: f"{ErrorKind.TOO_LARGE.value} (the headers)",
+}
 _OF_SANDBOXES = frozenset((409, 410, 507))  # what only a sandbox, its files and its end can answer
 
 
 def _errors() -> list[tuple[str, str]]:
     """Name and text of every answer that says no: the statuses of the closed set of kinds."""
-    by_status: dict[int, list[str]] = {_METHOD_NOT_ALLOWED: [f"{ErrorKind.INVALID.value} (no such method here)"]}
+    by_status: dict[int, list[str]] = {status: [text] for status, text in _OF_HTTP.items()}
     for kind, status in STATUS.items():
         by_status.setdefault(status, []).append(kind.value)
     return [(f"error{status}", f"An error of kind {' or '.join(kinds)}") for status, kinds in sorted(by_status.items())]
 
 
 def _refusals(path: str) -> dict[str, Json]:
-    statuses = {_METHOD_NOT_ALLOWED, *STATUS.values()}
+    statuses = {*_OF_HTTP, *STATUS.values()}
     if not path.startswith(SANDBOX):
         statuses -= _OF_SANDBOXES
     return {str(status): {"$ref": f"#/components/responses/error{status}"} for status in sorted(statuses)}
