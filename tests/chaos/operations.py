@@ -78,7 +78,7 @@ async def create(point: Point) -> Verdict:
 async def exec(point: Point) -> Verdict:
     mark = f"/var/once-{point.number}"
     try:
-        result = await again(lambda: point.sandbox.run_shell(f"echo x >> {mark}; sleep 0.05; exit 37"))
+        result = await again(lambda: point.sandbox.run_shell(f"echo x >> {mark}; sleep 0.05; exit 37", step=1))
         count = len((await again(lambda: point.sandbox.files.read(mark))).splitlines())
     except SandboxUnavailable:
         return Verdict(died=True)
