@@ -176,7 +176,8 @@ class Files:
         self, path: RemotePath, *, mode: int = 0o755, parents: bool = True, user: str | None = None
     ) -> None:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
-        await self._post("mkdir", {"path": os.fsencode(path), "mode": mode, "parents": parents, "user": user})
+        asked = {"path": os.fsencode(path), "mode": mode, "parents": parents, "user": user}
+        await self._post("mkdir", asked, repeat=parents)
 
     async def move(self, source: RemotePath, target: RemotePath, *, user: str | None = None) -> None:
         """Renames; a file at the target is replaced."""
@@ -243,9 +244,10 @@ class Files:
             else:
                 return reply.body
 
-    async def _post(self, what: str, asked: dict[str, object]) -> None:
+    async def _post(self, what: str, asked: dict[str, object], *, repeat: bool = False) -> None:
+        """repeat: it does no harm twice, so a lost connection is no reason to give up."""
         await self._transport.request(
-            "POST", f"{self._path}/{what}", body=encode(asked), target=self._target, repeat=False
+            "POST", f"{self._path}/{what}", body=encode(asked), target=self._target, repeat=repeat
         )
 
 

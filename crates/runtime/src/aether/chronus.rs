@@ -5,7 +5,7 @@
 
 use super::fault::Fault;
 use super::feed::{Fed, From};
-use super::log::Log;
+use super::log::{Log, Spill};
 use super::os::{self, Epoll, Scratch, Watched};
 use super::reasons::{self, End, Reason, Reasons, Seen};
 use super::spawn::{self, Ends, Failed, Plan, Setting};
@@ -142,6 +142,12 @@ pub fn exec_id(params: Value<'_>) -> Result<&str, Fault> {
 
 fn unknown(exec_id: &str) -> Fault {
     Fault::new("not_found", format!("no command {exec_id:?} in this sandbox (or it ended long ago and was dropped)"))
+}
+
+/// Bytes of output in files. All commands together may have as many as both streams of one, so that many at once, each
+/// within its own limit, do not fill the node's disk.
+fn filed(commands: &BTreeMap<u32, Box<Command>>) -> u64 {
+    commands.values().map(|command| command.log.weight().1).sum()
 }
 
 /// Aether's ends of a command's pipes.
@@ -289,7 +295,7 @@ impl Chronus {
             Failed::Shell { code, message } => {
                 command.unexecuted = Some(code);
                 command.state = State::Running;
-                command.keep(1, message.as_bytes(), self.spill);
+                command.keep(1, message.as_bytes(), Spill { directory: self.spill, room: 0 });
             }
         }
     }
@@ -317,10 +323,12 @@ impl Chronus {
                 return;
             }
         };
+        let spill =
+            Spill { directory: self.spill, room: (2 * self.birth.max_output).saturating_sub(filed(&self.commands)) };
         let kept = match self.commands.get_mut(&number) {
             Some(command) if !matches!(command.state, State::Done) => {
                 command.last_output = os::now();
-                command.keep(pipe.stream, bytes, self.spill)
+                command.keep(pipe.stream, bytes, spill)
             }
             _ => false,
         };
@@ -422,11 +430,14 @@ impl Chronus {
         self.groups_again = again.then(|| (os::now() + pause, 4.0 * pause));
     }
 
-    /// Forgets the oldest ended commands beyond what is kept, but none that is followed.
+    /// Forgets the oldest ended commands beyond what is kept, or only their output where that is too much; but none that is
+    /// followed.
     pub fn forget(&mut self, followed: &dyn Fn(u32) -> bool) {
         let (mut count, mut filed, mut memory) = (0, 0u64, 0usize);
+        // When running ones need the room, the output of ended ones goes, but for the newest.
+        let most = if self::filed(&self.commands) > self.birth.max_output { 0 } else { KEPT.1 };
         let mut dropped = Vec::new();
-        for (number, command) in self.commands.iter().rev() {
+        for (number, command) in self.commands.iter_mut().rev() {
             let over = match command.state {
                 State::Starting(_) | State::Running => false,
                 State::Failed(_) => true, // worth nothing to those who come later
@@ -434,7 +445,12 @@ impl Chronus {
                     let weight = command.log.weight();
                     (count, memory, filed) = (count + 1, memory + weight.0, filed + weight.1);
                     // the newest may be larger than all that is kept: whoever asked for so much is still fetching it
-                    count > KEPT.0 || count > 1 && (filed > KEPT.1 || memory > KEPT.2)
+                    let heavy = count > 1 && (filed > most || memory > KEPT.2);
+                    if heavy && weight != (0, 0) && !followed(*number) {
+                        (memory, filed) = (memory - weight.0, filed - weight.1);
+                        command.lose_output();
+                    }
+                    count > KEPT.0
                 }
             };
             if over && !followed(*number) {
@@ -590,7 +606,7 @@ impl Command {
     }
 
     /// Counts output, and keeps it as far as the limit goes. False: nothing of it was kept.
-    fn keep(&mut self, stream: u8, bytes: &[u8], spill: i32) -> bool {
+    fn keep(&mut self, stream: u8, bytes: &[u8], spill: Spill) -> bool {
         let stream = if self.merged { 0 } else { stream };
         let output = &mut self.outputs[usize::from(stream)];
         output.seen += bytes.len() as u64;
@@ -601,6 +617,12 @@ impl Command {
         }
         output.truncated |= !kept || room < bytes.len();
         kept
+    }
+
+    /// Gives up what was kept of its output; how it ended, and how much it wrote, stays.
+    fn lose_output(&mut self) {
+        self.log = Log::default();
+        self.outputs.iter_mut().for_each(|output| output.truncated |= output.seen > 0);
     }
 
     fn active(&self) -> bool {

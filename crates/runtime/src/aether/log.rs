@@ -12,6 +12,13 @@ pub const MAX_RECORD: usize = 64 * 1024;
 const MAX_HEAD: usize = 3;
 const MARK_EVERY: u64 = 64 * 1024;
 
+/// Where logs go that are too long for memory, and how many bytes of files may still come to be there.
+#[derive(Clone, Copy)]
+pub struct Spill {
+    pub directory: i32,
+    pub room: u64,
+}
+
 #[derive(Default)]
 pub struct Log {
     memory: Vec<u8>,
@@ -68,15 +75,20 @@ impl Log {
     }
 
     /// Appends what was read from stream 0 (stdout) or 1 (stderr). False: it could not be kept.
-    pub fn append(&mut self, stream: u8, bytes: &[u8], spill: i32) -> bool {
-        bytes.chunks(MAX_RECORD).all(|record| self.append_record(stream, record, spill).is_ok())
+    pub fn append(&mut self, stream: u8, bytes: &[u8], mut spill: Spill) -> bool {
+        bytes.chunks(MAX_RECORD).all(|record| self.append_record(stream, record, &mut spill).is_ok())
     }
 
-    fn append_record(&mut self, stream: u8, bytes: &[u8], spill: i32) -> os::Result<()> {
+    fn append_record(&mut self, stream: u8, bytes: &[u8], spill: &mut Spill) -> os::Result<()> {
         let mut encoded = [0; MAX_HEAD];
         let size = put_head(bytes.len(), stream, &mut encoded);
-        if self.file.is_none() && self.memory.len() + size + bytes.len() > IN_MEMORY {
-            let file = os::open(spill, c".", libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR, 0o600, 0)?;
+        let moves = self.file.is_none() && self.memory.len() + size + bytes.len() > IN_MEMORY;
+        if moves || self.file.is_some() {
+            let more = (size + bytes.len() + if moves { self.memory.len() } else { 0 }) as u64;
+            spill.room = spill.room.checked_sub(more).ok_or(libc::EDQUOT)?;
+        }
+        if moves {
+            let file = os::open(spill.directory, c".", libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR, 0o600, 0)?;
             os::write_all(file.0, &self.memory)?;
             self.file = Some(file);
             self.memory = Vec::new();
@@ -209,8 +221,11 @@ mod tests {
         streams
     }
 
-    fn spill() -> Fd {
-        os::open(libc::AT_FDCWD, c"/tmp", libc::O_RDONLY | libc::O_DIRECTORY, 0, 0).expect("/tmp")
+    fn spill() -> Spill {
+        let directory = os::open(libc::AT_FDCWD, c"/tmp", libc::O_RDONLY | libc::O_DIRECTORY, 0, 0).expect("/tmp");
+        let spill = Spill { directory: directory.0, room: u64::MAX };
+        std::mem::forget(directory);
+        spill
     }
 
     #[test]
@@ -221,7 +236,7 @@ mod tests {
             for i in 0..records {
                 let stream = (i * i % 7 % 2) as u8;
                 let bytes: Vec<u8> = (0..size).map(|j| (i * 31 + j) as u8).collect();
-                assert!(log.append(stream, &bytes, spill.0));
+                assert!(log.append(stream, &bytes, spill));
                 order.extend(bytes.iter().map(|b| (stream, *b)));
             }
             assert_eq!(log.file.is_some(), order.len() > IN_MEMORY, "{records} x {size}");
@@ -239,7 +254,7 @@ mod tests {
     fn one_byte_records_cost_at_most_twice_their_bytes() {
         let (spill, mut log) = (spill(), Log::default());
         for i in 0..200_000u32 {
-            assert!(log.append((i % 2) as u8, b"x", spill.0));
+            assert!(log.append((i % 2) as u8, b"x", spill));
         }
         assert_eq!((log.size, log.bytes), (400_000, 200_000));
         assert!(log.weight().0 < 1024);
@@ -248,8 +263,21 @@ mod tests {
     #[test]
     fn what_cannot_be_spilled_is_refused_and_the_rest_stays() {
         let (mut log, mut scratch) = (Log::default(), Scratch::new(MAX_RECORD + MAX_HEAD).expect("scratch"));
-        assert!(log.append(0, &[7; 40_000], -1));
-        assert!(!log.append(0, &[8; 40_000], -1));
+        let nowhere = Spill { directory: -1, room: u64::MAX };
+        assert!(log.append(0, &[7; 40_000], nowhere));
+        assert!(!log.append(0, &[8; 40_000], nowhere));
         assert_eq!(read_all(&log, 0, 999, &mut scratch)[0], vec![7; 40_000]);
+    }
+
+    #[test]
+    fn files_do_not_outgrow_their_room() {
+        let (mut log, mut scratch) = (Log::default(), Scratch::new(MAX_RECORD + MAX_HEAD).expect("scratch"));
+        let spill = |room| Spill { room, ..spill() };
+        assert!(log.append(0, &[7; 60_000], spill(0)), "what is in memory needs none");
+        assert!(!log.append(0, &[8; 10_000], spill(70_000)), "heads and what moves count, too");
+        assert!(log.append(0, &[8; 10_000], spill(70_006)));
+        assert_eq!(log.weight(), (0, 70_006));
+        assert!(!log.append(0, &[9; 100], spill(101)) && log.append(0, &[9; 100], spill(102)));
+        assert_eq!(read_all(&log, 60_000, 999, &mut scratch)[0], [vec![8; 10_000], vec![9; 100]].concat());
     }
 }
