@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -226,6 +226,40 @@ async def test_slow_readers_hold_the_sender_and_nobody_else(inside: Sandbox, pla
         assert max(grown.values()) < 32, grown
         assert (await inside.run_shell("head -c 3000000 /dev/zero")).stdout_bytes == 3_000_000
         await asyncio.wait_for(reader.readexactly(held + 1), DEADLINE)
+
+
+async def test_forty_who_stopped_hold_up_nobody(inside: Sandbox) -> None:
+    """Clients that do not read, and servers that do not: commands, files and other connections of the sandbox go on."""
+
+    async def stuff(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(bytes(256 * 1024))
+            await writer.drain()
+
+    async with (
+        inside.forward(POUR) as pour,
+        inside.forward(DEAF) as deaf,
+        inside.forward(ECHO) as echo,
+        AsyncExitStack() as stack,
+    ):
+        for _ in range(40):
+            reader, _ = await stack.enter_async_context(connection(pour, 4096))
+            await asyncio.wait_for(reader.readexactly(1), DEADLINE)
+        writers = [(await stack.enter_async_context(connection(deaf)))[1] for _ in range(40)]
+        stuffing = [asyncio.create_task(stuff(writer)) for writer in writers]
+
+        async def waiting() -> int:
+            return sum(writer.transport.get_write_buffer_size() for writer in writers)
+
+        await steady(waiting)
+        async with asyncio.timeout(DEADLINE):
+            assert (await inside.run_shell("head -c 3000000 /dev/zero")).stdout_bytes == 3_000_000
+            assert (await inside.run_shell("wc -c", stdin=b"x" * 3_000_000)).text == "3000000\n"
+            await inside.files.write("/srv/file", bytes(3_000_000))
+            assert await echoed(echo, bytes(3_000_000)) == bytes(3_000_000)
+        for task in stuffing:
+            task.cancel()
+        await asyncio.gather(*stuffing, return_exceptions=True)
 
 
 async def test_the_sync_facade(inside: Sandbox, platform: embedded.Endpoint) -> None:

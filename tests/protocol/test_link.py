@@ -328,3 +328,27 @@ def test_an_impossible_length_is_known_before_the_rest_of_its_head() -> None:
         with pytest.raises(ProtocolError):
             for byte in begun + bytes(4 - cut):
                 reader.feed(bytes([byte]))
+
+
+async def test_streams_apart_hold_up_nobody_else(server: Path) -> None:
+    """Forty readers who stopped, on both sides: what else the connection carries goes on."""
+    client = await LinkClient.connect_unix(server)
+    poured = [await client.open("pour", {"size": 10_000_000}, apart=True) for _ in range(40)]
+    stuck = [await client.open("hang", {}, apart=True) for _ in range(40)]
+    sending = [asyncio.create_task(stream.send(b"x" * 10_000_000)) for stream in stuck]
+    async with asyncio.timeout(20):
+        drunk = await client.open("drink", {})
+        await drunk.send(b"x" * 5_000_000)
+        await drunk.end()
+        assert (await drunk.result(Echo)).size == 5_000_000
+        again = await client.open("pour", {"size": 5_000_000})
+        assert sum([len(item.data) async for item in again if isinstance(item, Data)]) == 5_000_000
+    assert not any(task.done() for task in sending)
+    for stream in (*poured, *stuck):
+        stream.cancel()
+    await asyncio.gather(*sending, return_exceptions=True)
+    last = await client.open("drink", {}, apart=True)
+    await last.send(b"x" * 9_000_000)
+    await last.end()
+    assert (await last.result(Echo)).size == 9_000_000, "what the others had under way is free again"
+    await client.close()

@@ -265,10 +265,15 @@ impl Ledger {
 
     /// The server is done with `size` bytes of payload (channel byte included) of a stream.
     pub fn consumed(&mut self, stream: u32, size: u32, out: &mut Vec<u8>) {
+        self.consumed_by(stream, size, STREAM_CREDIT / 4, out);
+    }
+
+    /// The same for a sender that keeps less under way than it might: credit goes back in smaller steps.
+    pub fn consumed_by(&mut self, stream: u32, size: u32, step: u32, out: &mut Vec<u8>) {
         let Some(flow) = self.flows.get_mut(&stream) else { return };
         let size = size.min(flow.held - flow.unreturned);
         flow.unreturned += size;
-        if flow.unreturned >= STREAM_CREDIT / 4 {
+        if flow.unreturned >= step {
             put_credit(stream, flow.unreturned, out);
             flow.held -= flow.unreturned;
             flow.unreturned = 0;
@@ -296,6 +301,11 @@ impl Ledger {
     pub fn room(&self, stream: u32) -> usize {
         let flow = self.flows.get(&stream).map_or(0, |flow| flow.send);
         flow.min(self.send).min(DATA_CHUNK as u64) as usize
+    }
+
+    /// How many bytes of DATA payload of a stream the client has not said to have read.
+    pub fn under_way(&self, stream: u32) -> u64 {
+        self.flows.get(&stream).map_or(0, |flow| u64::from(STREAM_CREDIT).saturating_sub(flow.send))
     }
 
     fn spend(&mut self, stream: u32, size: usize) {

@@ -87,7 +87,7 @@ async def accept(sandbox: Sandbox, connection: int) -> Duplex:
 
 async def _opened(sandbox: Sandbox, method: str, params: dict[str, object]) -> Duplex:
     """A stream of aether's that has said that it is connected."""
-    stream = await (await sandbox.link()).open(method, params)
+    stream = await (await sandbox.link()).open(method, params, apart=True)
     try:
         if not isinstance(await stream.receive(), Note):
             await stream.result()

@@ -116,6 +116,10 @@ _CHANNELS = tuple(bytes((channel,)) for channel in range(MAX_CHANNEL + 1))
 _JOINED = 64 * 1024  # less than this is cheaper copied together than handed over in pieces
 _SOCKET_BUFFER = 1024 * 1024
 _WRITE_HIGH, _WRITE_LOW = 512 * 1024, 256 * 1024  # bytes that wait in the transport
+_CREDIT_STEP = STREAM_CREDIT // 32
+APART_WINDOW = 128 * 1024  # bytes under way on one stream that is apart, and on all of them
+_APART_ALL = CONNECTION_CREDIT // 2
+_APART_FRAME = 64 * 1024 - 1
 _MAX_NOTED = 16 << 20  # NOTE needs no credit, and the peer may be hostile
 
 
@@ -125,6 +129,7 @@ class _Flow:
     __slots__ = (
         "_unacked",
         "_wake",
+        "apart",
         "connection",
         "ended",
         "failure",
@@ -139,6 +144,9 @@ class _Flow:
     def __init__(self, connection: _Connection, stream_id: int) -> None:
         self.connection = connection
         self.id = stream_id
+        self.apart = (
+            False  # the peer's readers and ours may stop for as long as they like, and must hold up nobody else
+        )
         self.send_credit = STREAM_CREDIT
         self.receive_credit = STREAM_CREDIT
         self.peer_ended = False
@@ -173,9 +181,10 @@ class _Flow:
     def consumed(self, data: Data) -> None:
         """Gives credit back for an item that left the queue."""
         size = 1 + len(data.data)
-        self.connection.give_back(size)
+        if not self.apart:
+            self.connection.give_back(size)
         self._unacked += size
-        if self._unacked >= STREAM_CREDIT // 4 and not self.ended:
+        if self._unacked >= _CREDIT_STEP and not self.ended:
             self.connection.write(FrameType.CREDIT, self.id, self._unacked.to_bytes(_U32, "little"))
             self.receive_credit += self._unacked
             self._unacked = 0
@@ -184,7 +193,7 @@ class _Flow:
         """Forgets what is queued; its bytes still give connection credit back."""
         while self.items:
             item = self.items.popleft()
-            if isinstance(item, Data):
+            if isinstance(item, Data) and not self.apart:
                 self.connection.give_back(1 + len(item.data))
 
 
@@ -201,6 +210,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport: asyncio.Transport | None = None
         self.closed: Fault | None = None
         self.send_credit = CONNECTION_CREDIT
+        self._apart = 0  # bytes under way on streams that are apart
         self.receive_credit = CONNECTION_CREDIT
         self._unacked = 0
         self._reader = FrameReader()
@@ -304,6 +314,8 @@ class _Connection(asyncio.BufferedProtocol):
                 self.send_credit += amount
             elif flow is not None:
                 flow.send_credit += amount
+                if flow.apart:
+                    self._apart -= amount
             self._wake_senders()
         elif kind == FrameType.NOTE:
             self.on_note(flow, payload)
@@ -330,7 +342,7 @@ class _Connection(asyncio.BufferedProtocol):
         held = flow is not None and not flow.ended
         if held and flow is not None:
             flow.push(Data(payload[0], bytes(payload[1:])))
-        if self._shared or not held:
+        if self._shared or not held or (flow is not None and flow.apart):
             self._returned(size)
 
     def write(self, kind: FrameType, stream: int, payload: bytes = b"") -> None:
@@ -376,13 +388,25 @@ class _Connection(asyncio.BufferedProtocol):
     async def send_data(self, flow: _Flow, data: bytes, channel: int) -> None:
         """DATA in frames of at most 256 KiB. The bytes are not copied: they must not change."""
         view = memoryview(data)
-        for start in range(0, len(view), MAX_FRAME):
-            await self.send_frame(flow, (view[start : start + MAX_FRAME],), channel)
+        most = _APART_FRAME if flow.apart else MAX_FRAME
+        for start in range(0, len(view), most):
+            await self.send_frame(flow, (view[start : start + most],), channel)
+
+    def _may_send(self, flow: _Flow, size: int) -> bool:
+        if flow.send_credit < size or self.send_credit < size:
+            return False
+        under_way = STREAM_CREDIT - flow.send_credit
+        return not flow.apart or (under_way + size <= APART_WINDOW and self._apart + size <= _APART_ALL)
+
+    def _gone(self, flow: _Flow | None) -> None:
+        """What was under way on a stream that is over."""
+        if flow is not None and flow.apart:
+            self._apart -= STREAM_CREDIT - flow.send_credit
 
     async def send_frame(self, flow: _Flow, pieces: Sequence[memoryview], channel: int) -> None:
         """One frame of DATA, when stream, connection and transport have room."""
         size = 1 + sum(map(len, pieces))
-        while self.closed is None and (self._paused or flow.send_credit < size or self.send_credit < size):
+        while self.closed is None and (self._paused or not self._may_send(flow, size)):
             if self.flows.get(flow.id) is not flow:
                 raise _lost("the stream was closed by the peer")
             waiter = self._loop.create_future()
@@ -394,6 +418,8 @@ class _Connection(asyncio.BufferedProtocol):
             raise _lost("the stream was closed by the peer")
         flow.send_credit -= size
         self.send_credit -= size
+        if flow.apart:
+            self._apart += size
         self.write_raw(pack_head(FrameType.DATA, flow.id, size) + _CHANNELS[channel], *pieces)
 
     def close(self, why: Fault | None = None) -> None:
@@ -577,7 +603,7 @@ class _ClientConnection(_Connection):
         if kind == FrameType.ERROR and not _is_map(payload):
             raise ProtocolError("ERROR without a map")
         msgpack.check(payload)
-        self.flows.pop(stream, None)
+        self._gone(self.flows.pop(stream, None))
         final = self.streams.pop(stream, None)
         if final is not None:
             final._final(kind, payload)
@@ -594,7 +620,7 @@ class _ClientConnection(_Connection):
     def on_end(self, flow: _Flow) -> None:
         flow.notify()  # the stream goes on until the reply
 
-    def open(self, method: str, params: object) -> LinkStream:
+    def open(self, method: str, params: object, *, apart: bool = False) -> LinkStream:
         if self.closed is not None:
             raise self.closed
         try:
@@ -606,6 +632,7 @@ class _ClientConnection(_Connection):
         stream_id = self._next
         self._next += 2
         flow = _Flow(self, stream_id)
+        flow.apart = apart
         self.flows[stream_id] = flow
         stream = self.streams[stream_id] = LinkStream(self, flow)
         self.write(FrameType.OPEN, stream_id, payload)
@@ -613,7 +640,7 @@ class _ClientConnection(_Connection):
 
     def forget(self, stream: int) -> None:
         """A stream that we cancelled: nothing comes on it any more, not even a result, and who still sends on it stops."""
-        self.flows.pop(stream, None)
+        self._gone(self.flows.pop(stream, None))
         self.streams.pop(stream, None)
         self._wake_senders()
 
@@ -696,8 +723,10 @@ class LinkClient:
         """Done when the connection is gone, with the reason."""
         return self._connection.lost
 
-    async def open(self, method: str, params: object) -> LinkStream:
-        return self._connection.open(method, params)
+    async def open(self, method: str, params: object, *, apart: bool = False) -> LinkStream:
+        """A request. apart: its ends may stop reading for as long as they like, and nothing else of the connection waits for
+        them: what arrives counts against the stream's credit alone, what is sent is a small part of the connection's."""
+        return self._connection.open(method, params, apart=apart)
 
     @overload
     async def call(self, method: str, params: object) -> bytes: ...

@@ -78,9 +78,13 @@ impl Sink<'_> {
         Frame { kind: Kind::End, stream: self.stream, payload: &[] }.put(self.out);
     }
 
-    /// Gives credit back for payload that a job held.
-    pub fn consumed(&mut self, size: u32) {
-        self.ledger.consumed(self.stream, size, self.out);
+    /// Gives credit back for payload that a job held, in steps.
+    pub fn consumed(&mut self, size: u32, step: u32) {
+        self.ledger.consumed_by(self.stream, size, step, self.out);
+    }
+
+    pub fn under_way(&self) -> u64 {
+        self.ledger.under_way(self.stream)
     }
 }
 

@@ -23,6 +23,10 @@ const MAX_BACKLOG: u64 = 128;
 /// Bytes of a socket's buffer each way, of which the kernel makes twice as much. Its memory is not the sandbox's.
 const BUFFER: i32 = 64 * 1024;
 const CHUNK: usize = 64 * 1024;
+/// Bytes sent that a reader who stopped has not taken; the edge keeps them. It gives credit in steps of half as much.
+const WINDOW: u64 = 512 * 1024;
+/// The edge keeps little under way to a server that may have stopped, so it must learn early what was taken.
+const CREDIT_STEP: u32 = 32 * 1024;
 /// Attempts to connect before the kernel gives up: 7 seconds, when a listener's queue is full.
 const SYN_RETRIES: i32 = 2;
 
@@ -426,7 +430,7 @@ impl Duplex {
                 (false, false) => Ok(Step::Wait),
             };
         }
-        if !self.socket.is(READABLE) || !sink.has_room() {
+        if !self.socket.is(READABLE) || !sink.has_room() || sink.under_way() >= WINDOW {
             return Ok(Step::Wait);
         }
         let fd = self.socket.fd.raw();
@@ -495,7 +499,7 @@ impl Job for Duplex {
             sink.note(&Pack::default().map(1).str("connected").bool(true).0);
         }
         self.push();
-        sink.consumed(self.returned());
+        sink.consumed(self.returned(), CREDIT_STEP);
         self.pull(sink)
     }
 }
