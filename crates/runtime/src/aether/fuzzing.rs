@@ -46,8 +46,8 @@ fn start() -> Lines {
     let base = if Path::new("/dev/shm").is_dir() { PathBuf::from("/dev/shm") } else { std::env::temp_dir() };
     let scratch = base.join(format!("dsec-untar-{}", std::process::id()));
     fs::create_dir(&scratch).expect("scratch");
+    let root = std::ffi::CString::new(scratch.as_os_str().as_encoded_bytes()).expect("scratch");
     std::thread::spawn(move || {
-        let root = std::ffi::CString::new(scratch.as_os_str().as_encoded_bytes()).expect("scratch");
         // SAFETY: only this thread's root changes.
         unsafe {
             assert_eq!(libc::unshare(libc::CLONE_FS), 0, "needs root");
@@ -59,14 +59,16 @@ fn start() -> Lines {
             assert_eq!(libc::chroot(root.as_ptr()), 0);
             assert_eq!(libc::chdir(c"/".as_ptr()), 0);
         }
-        let _ = fs::remove_dir(&scratch);
-        prepare().expect("scratch");
+        answers.send(prepare().map_err(|error| error.to_string())).expect("starter");
         for data in received {
             if answers.send(checked(&data).map_err(|error| error.to_string())).is_err() {
                 return;
             }
         }
     });
+    let ready = lines.recv().expect("worker");
+    fs::remove_dir(&scratch).expect("scratch"); // the thread's own mount over it is seen by nobody else
+    ready.expect("scratch");
     (inputs, lines)
 }
 
