@@ -42,6 +42,7 @@ PROMISES = {
     "first_result_p99_ms": Promise("value", "most", 40),
     "cycles_per_s": Promise("ratio", "least", 0.45),
     "round_trip_p50_ms": Promise("value", "most", 3),
+    "execs_per_s": Promise("value", "least", 600),
     "kb_per_sandbox_1000": Promise("ratio", "most", 0.9),
     "exec_p99_ms": Promise("value", "most", 200),
     "platform_pss_mb": Promise("value", "most", 140),

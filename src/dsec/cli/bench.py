@@ -26,6 +26,9 @@ def bench(
     ] = None,
     count: Annotated[int | None, typer.Option(help="Iterations, or sandboxes for density.", min=1)] = None,
     against: Annotated[str | None, typer.Option(metavar="crun,bwrap", help="Put peers beside it (create).")] = None,
+    sandboxes: Annotated[
+        int | None, typer.Option(help="Run commands in so many sandboxes at once (exec).", min=1, max=1000)
+    ] = None,
     json: options.Json = False,
 ) -> int:
     """Measure the promises of docs/specification.md.
@@ -36,6 +39,7 @@ def bench(
 
     \b
     dsec bench create exec
+    dsec bench exec --sandboxes 64
     dsec bench density --count 3200
     dsec bench create --against crun,bwrap --json
     """
@@ -47,10 +51,15 @@ def bench(
     for name in names:
         if name not in known:
             raise usage(f"there is no bench {name!r}", hint=f"there are: {', '.join(known)}")
+        if sandboxes is not None and name != "exec":
+            raise usage(f"--sandboxes is an option of exec, not of {name}")
     kept = True
     for name in names:
         module = _load(root, name)
-        kept &= module.main(count=count, against=tuple((against or "").split(",")) if against else (), json=json)
+        more = {} if sandboxes is None else {"sandboxes": sandboxes}
+        kept &= module.main(
+            count=count, against=tuple((against or "").split(",")) if against else (), json=json, **more
+        )
     return 0 if kept else ExitCode.FAILURE
 
 
