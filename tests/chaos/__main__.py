@@ -173,7 +173,7 @@ class Chaos:
             yield
             return
         other = await again(lambda: self._client.run(DSecContainerRunArgs(container_image=BASE)))
-        await again(lambda: other.run_shell("for i in 1 2 3 4 5 6; do head -c 4000000 /dev/urandom > /root/$i; done"))
+        await again(lambda: other.run_shell("for i in 1 2 3 4 5 6 7 8 9 10 11 12; do truncate -s 20M /root/$i; done"))
         unread = asyncio.create_task(_changes_unread(self._client, other.id))
         try:
             await asyncio.to_thread(_until, lambda: bool(self._victims.pids("helper", "")))
@@ -186,7 +186,7 @@ class Chaos:
 async def _changes_unread(client: DSecClient, sandbox: str) -> None:
     """Asks for more than fits on the way, and reads none of it."""
     async with client._transport.stream(  # the public method reads what it asks for
-        "POST", f"/v1/sandboxes/{sandbox}/changes", body=b"{}", accept="application/x-ndjson"
+        "POST", f"/v1/sandboxes/{sandbox}/changes", body=b'{"max_bytes": 250000000}', accept="application/x-ndjson"
     ):
         await asyncio.Event().wait()
 
