@@ -19,13 +19,15 @@ from dsec.sdk.layers import Layers
 from dsec.sdk.ports import Exposed, Forward
 from dsec.sdk.process import Process
 from dsec.sdk.sandbox import Sandbox
+from dsec.sdk.session import Session
 
 TARGET = Path(__file__).parent.parent / "src" / "dsec" / "sync.py"
-CLASSES = (Layers, Files, Process, Forward, Exposed, Sandbox, Outcome, Burst, DSecClient)
+CLASSES = (Layers, Files, Process, Forward, Exposed, Session, Sandbox, Outcome, Burst, DSecClient)
 WRAPPED = {cls.__name__ for cls in CLASSES}
 # public attributes that are set in __init__: name -> type
 ATTRIBUTES = {
     Process: {"exec_id": "str", "pid": "int"},
+    Session: {"name": "str"},
     Sandbox: {"id": "str", "incarnation": "int", "files": "Files"},
     Outcome: {"index": "int", "args": "DSecContainerRunArgs", "error": "DSecError | None", "claimed": "bool"},
     DSecClient: {"layers": "Layers"},

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dsec.protocol.specs import ProcessInfo as ProcessInfo
     from dsec.protocol.specs import Reason as Reason
     from dsec.protocol.specs import SandboxInfo as SandboxInfo
+    from dsec.protocol.specs import SessionInfo as SessionInfo
     from dsec.protocol.specs import State as State
     from dsec.protocol.specs import Usage as Usage
     from dsec.sdk.archive import Downloaded as Downloaded
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from dsec.sdk.errors import QuotaExceeded as QuotaExceeded
     from dsec.sdk.errors import RequestTimeout as RequestTimeout
     from dsec.sdk.errors import SandboxUnavailable as SandboxUnavailable
+    from dsec.sdk.errors import SessionEnded as SessionEnded
     from dsec.sdk.errors import TooLarge as TooLarge
     from dsec.sdk.errors import Unsupported as Unsupported
     from dsec.sdk.files import Files as Files
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from dsec.sdk.results import Stderr as Stderr
     from dsec.sdk.results import Stdout as Stdout
     from dsec.sdk.sandbox import Sandbox as Sandbox
+    from dsec.sdk.session import Session as Session
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
@@ -82,7 +85,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
-        "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "State", "Usage",
+        "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "SessionInfo", "State", "Usage",
     ),
     "dsec.sdk.archive": ("Downloaded",),
     "dsec.sdk.bursts": ("Burst", "Outcome"),
@@ -90,8 +93,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.sdk.errors": (
         "AuthenticationError", "CapacityError", "CommandFailed", "CommandTimedOut", "Conflict", "ConnectTimeout",
         "ConnectionLost", "CreateFailed", "CreateTimeout", "DSecError", "FileError", "InternalError", "InvalidRequest",
-        "NoSpace", "NotFound", "PermissionDenied", "QuotaExceeded", "RequestTimeout", "SandboxUnavailable", "TooLarge",
-        "Unsupported",
+        "NoSpace", "NotFound", "PermissionDenied", "QuotaExceeded", "RequestTimeout", "SandboxUnavailable", "SessionEnded",
+        "TooLarge", "Unsupported",
     ),
     "dsec.sdk.files": ("Files",),
     "dsec.sdk.layers": ("Layers",),
@@ -99,6 +102,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.sdk.process": ("Process",),
     "dsec.sdk.results": ("Event", "ExecResult", "Exit", "LogLine", "Stderr", "Stdout"),
     "dsec.sdk.sandbox": ("Sandbox",),
+    "dsec.sdk.session": ("Session",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*sorted(_HOME), "embedded", "sync"]

@@ -36,6 +36,7 @@ from dsec.protocol.specs import (
     ProcessInfo,
     Reason,
     SandboxInfo,
+    SessionInfo,
     State,
     Usage,
 )
@@ -61,6 +62,7 @@ from dsec.sdk.errors import (
     QuotaExceeded,
     RequestTimeout,
     SandboxUnavailable,
+    SessionEnded,
     TooLarge,
     Unsupported,
 )
@@ -304,6 +306,73 @@ class Exposed:
         portal.run(self._inner.__aexit__(kind, error, traceback))
 
 
+class Session:
+    """One shell of a sandbox: directory, variables, functions, aliases, options, traps and background jobs stay."""
+
+    _inner: _async.Session
+
+    @classmethod
+    def _of(cls, inner: _async.Session) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def run_shell(
+        self,
+        line: str,
+        *,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        exec_id: str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a line (or many) in the session's shell and waits for its end. Arguments as of `Sandbox.run_shell`.
+
+        `exit` and `set -e` end the line, not the session. At a time-out what the line started is killed and earlier
+        background jobs go on. One line at a time: Conflict while another runs. SessionEnded when the shell is gone.
+        """
+        return portal.run(
+            self._inner.run_shell(
+                line,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
+                timeout=timeout,
+                idle_timeout=idle_timeout,
+                max_output_bytes=max_output_bytes,
+                exec_id=exec_id,
+                check=check,
+            )
+        )
+
+    def interrupt(self) -> bool:
+        """Ctrl-C for what runs: its result is exit code 130 unless it handles the signal; the session goes on.
+
+        Returns when the line has ended, and True; False when it still runs after a second. Nothing runs: nothing happens.
+        """
+        return portal.run(self._inner.interrupt())
+
+    def close(self) -> None:
+        """Ends its shell and everything started in it; returns when that is gone. Idempotent."""
+        portal.run(self._inner.close())
+
+    def __enter__(self) -> Self:
+        portal.run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self._inner.__aexit__(kind, error, traceback))
+
+
 class Sandbox:
     """One sandbox. Every answer is checked to come from the incarnation that this handle was made for."""
 
@@ -474,6 +543,25 @@ class Sandbox:
         the port is taken inside; InvalidRequest for what is no host name (lower case letters, digits, hyphens, dots).
         """
         return Exposed._of(portal.call(lambda: self._inner.expose(url, name=name, port=port)))
+
+    def open_session(
+        self,
+        name: str | None = None,
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Session:
+        """A shell (the image's bash, else sh) that keeps its state between commands. A name that is open is joined as it is.
+
+        cwd, env and user are the new shell's, as of `run_shell`. CapacityError when the sandbox has 32 already; SessionEnded
+        for a name whose shell has ended: close it first.
+        """
+        return Session._of(portal.run(self._inner.open_session(name, cwd=cwd, env=env, user=user)))
+
+    def sessions(self) -> list[SessionInfo]:
+        """Open sessions, and those whose shell has ended but that nobody closed."""
+        return portal.run(self._inner.sessions())
 
     def info(self) -> SandboxInfo:
         """State, reason, limits, usage, layers, network. Works on an ended sandbox too."""
@@ -764,6 +852,9 @@ __all__ = [
     "Sandbox",
     "SandboxInfo",
     "SandboxUnavailable",
+    "Session",
+    "SessionEnded",
+    "SessionInfo",
     "State",
     "Stderr",
     "Stdout",

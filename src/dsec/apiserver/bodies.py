@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
-from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, Whole
+from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
 T = TypeVar("T")
 MAX_BURST = 100_000
@@ -125,6 +125,16 @@ class MkdirRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Whole = 0o755
     parents: bool = True
     user: str | None = None
+
+
+class SessionRequest(SessionSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`SessionSpec`, strictly."""
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """ended: nothing runs in the session any more."""
+
+    ended: bool
 
 
 class SignalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

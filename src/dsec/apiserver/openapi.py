@@ -22,7 +22,7 @@ _PATH_TEXT = {
     "exec_id": "id of a command",
     "ref": "name@version or name@sha256:...",
     "port": "port inside the sandbox",
-    "name": "host name inside the sandbox",
+    "name": "name of a session, or host name inside the sandbox",
     "connection": "number that the listener told",
 }
 

@@ -20,9 +20,10 @@ from dsec.protocol.specs import (
     Network,
     ProcessInfo,
     SandboxInfo,
+    SessionInfo,
 )
 
-from . import bodies, commands, files, platform, ports, sandboxes
+from . import bodies, commands, files, platform, ports, sandboxes, sessions
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
@@ -118,6 +119,13 @@ OPERATIONS: tuple[Operation, ...] = (
                       Param("offset", "integer", "bytes of this writer before these; what was taken before is not taken again"),
                       Param("writer", "string", "who writes (default: whoever started it); each has offsets of its own"),
                       Param("wait_s", "integer", "with offset: answer after so many seconds, whatever was taken"))),
+    Operation("POST", f"{SANDBOX}/sessions", sessions.open_, "Open a session, or join the one of that name",
+              bodies.SessionRequest, SessionInfo, status=201),
+    Operation("GET", f"{SANDBOX}/sessions", sessions.listing, "List sessions", response=list[SessionInfo]),
+    Operation("DELETE", f"{SANDBOX}/sessions/{{name}}", sessions.close, "End a session and what it started",
+              response=bodies.Done),
+    Operation("POST", f"{SANDBOX}/sessions/{{name}}/interrupt", sessions.interrupt, "Interrupt the command of a session",
+              response=bodies.Interrupted),
     Operation("GET", SANDBOX, sandboxes.info, "One sandbox", response=SandboxInfo),
     Operation("DELETE", SANDBOX, sandboxes.stop, "Stop a sandbox; idempotent", response=bodies.Done,
               params=(Param("wait", "boolean", "answer when it is gone (default true)"),)),

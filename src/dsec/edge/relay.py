@@ -61,10 +61,22 @@ class _Done(ExecDone, frozen=True, kw_only=True):
 
 
 _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
-                "max_output_bytes", "merge_stderr", "detached", "limits", "cursor", "follow", "staged")  # fmt: skip
+                "max_output_bytes", "merge_stderr", "detached", "limits", "session", "cursor",
+                "follow", "staged")  # fmt: skip
 _OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
 _RESENDABLE = frozenset(
-    ("exec.attach", "exec.list", "exec.stage", "exec.close_stdin", "fs.stat", "fs.list", "fs.read", "fs.tar")
+    (
+        "exec.attach",
+        "exec.list",
+        "exec.stage",
+        "exec.close_stdin",
+        "session.open",
+        "session.list",
+        "fs.stat",
+        "fs.list",
+        "fs.read",
+        "fs.tar",
+    )
 )
 _DEATH_S = 0.25  # from the end of a connection to the news of the process's end, at most
 _NIL = b"\xc0"

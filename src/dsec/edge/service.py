@@ -43,6 +43,9 @@ _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.mo
 _EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.list")
 
 
+_SESSION_METHODS = ("session.open", "session.list", "session.close", "session.interrupt")
+
+
 class _Create(msgspec.Struct, frozen=True):
     args: DSecContainerRunArgs
     timeout: float = 120
@@ -138,7 +141,7 @@ class Service:
             "layers.remove": self.layers_remove,
             "layers.tag": self.layers_tag,
         }
-        table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS))
+        table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS, *_SESSION_METHODS))
         return table
 
     # -- sandboxes --

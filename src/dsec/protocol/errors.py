@@ -22,6 +22,7 @@ class ErrorKind(str, Enum):
     CAPACITY = "capacity"
     CREATE_FAILED = "create_failed"
     UNAVAILABLE = "sandbox_unavailable"
+    SESSION_ENDED = "session_ended"
     TIMEOUT = "timeout"
     TOO_LARGE = "too_large"
     UNSUPPORTED = "unsupported"
@@ -48,6 +49,7 @@ STATUS: dict[ErrorKind, int] = {
     ErrorKind.CAPACITY: 503,
     ErrorKind.CREATE_FAILED: 500,
     ErrorKind.UNAVAILABLE: 410,
+    ErrorKind.SESSION_ENDED: 410,
     ErrorKind.TIMEOUT: 504,
     ErrorKind.TOO_LARGE: 413,
     ErrorKind.UNSUPPORTED: 501,

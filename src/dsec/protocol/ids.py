@@ -47,7 +47,12 @@ def step_exec_id(step: int) -> str:
     return f"step-{step}"
 
 
+def new_session_name() -> str:
+    return f"s-{_random(12, _names.getrandbits)}"
+
+
 def valid_exec_id(exec_id: str) -> bool:
+    """Of commands, and of the names of sessions."""
     return _EXEC_ID.fullmatch(exec_id) is not None
 
 

@@ -164,6 +164,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     detached: the reply comes at once and the command is no activity. stdin None means /dev/null;
     stdin_open keeps a pipe open for later writes. step numbers a step of a rollout: the same request under that number again is
     the same run, another one is a conflict; stdin_digest is blake3 of a stdin that does not come with the request itself.
+    session: the name of an open session whose shell runs the line.
     """
 
     exec_id: str
@@ -182,6 +183,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: ExecLimits | None = None
     step: int | None = None
     stdin_digest: str = ""
+    session: str | None = None
 
 
 class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +233,26 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     stdout_bytes: int = 0
     stderr_bytes: int = 0
     stdin_bytes: int = 0
+
+
+class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A session to open, or to join when one of that name is open (the other fields then do not count)."""
+
+    name: str
+    cwd: bytes | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """pid of its shell inside the sandbox; exec_id of the command that runs; ended: how its shell ended, None while it lives."""
+
+    name: str
+    pid: int
+    shell: str
+    started_at: float
+    exec_id: str | None = None
+    ended: str | None = None
 
 
 class FileKind(str, Enum):

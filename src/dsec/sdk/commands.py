@@ -66,6 +66,7 @@ def body_of(
     limits: ExecLimits | None,
     step: int | None = None,
     stdin_open: bool = False,
+    session: str | None = None,
 ) -> ExecBody:
     """The request for a shell line (bytes) or an argv. Of a long stdin it carries the beginning."""
     seconds("timeout", timeout, low=0)
@@ -90,6 +91,7 @@ def body_of(
         limits=limits,
         step=step,
         stdin_digest=blake3(source).hexdigest() if step is not None and isinstance(source, bytes) else "",
+        session=session,
         wait_s=WAIT_S,
     )
 

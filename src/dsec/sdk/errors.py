@@ -87,6 +87,12 @@ class NotFound(DSecError, LookupError):
     kind = ErrorKind.NOT_FOUND
 
 
+class SessionEnded(DSecError):
+    """The shell of a session has ended, and with it what it kept; the message says how. The sandbox lives."""
+
+    kind = ErrorKind.SESSION_ENDED
+
+
 class Conflict(DSecError):
     """It is there already, or in a state that does not allow this."""
 
@@ -247,7 +253,7 @@ _CLASSES: dict[ErrorKind, type[DSecError]] = {
     cls.kind: cls
     for cls in (
         AuthenticationError, PermissionDenied, QuotaExceeded, InvalidRequest, TooLarge, NotFound, Conflict, Unsupported,
-        InternalError, CapacityError, ConnectionLost, RequestTimeout, CreateFailed, SandboxUnavailable, FileError,
+        InternalError, CapacityError, ConnectionLost, SessionEnded, RequestTimeout, CreateFailed, SandboxUnavailable, FileError,
         FileMissing, FileAlreadyThere, IsADirectory, NotADirectory, FilePermission, NoSpace, FileInvalid,
     )
 }  # fmt: skip

@@ -9,7 +9,18 @@ from typing import Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from dsec.protocol.specs import Change, ChangeSet, ExecLimits, Network, ProcessInfo, SandboxInfo, Usage
+from dsec.protocol.ids import new_session_name
+from dsec.protocol.specs import (
+    Change,
+    ChangeSet,
+    ExecLimits,
+    Network,
+    ProcessInfo,
+    SandboxInfo,
+    SessionInfo,
+    SessionSpec,
+    Usage,
+)
 
 from .commands import Started, body_of, run, seconds, text_or_bytes
 from .errors import DSecError, NotFound
@@ -17,6 +28,7 @@ from .files import Files
 from .ports import Exposed, Forward
 from .process import Process
 from .results import ExecResult, LogLine
+from .session import Session
 from .transport import NDJSON, Target, Transport, cut, decode, encode, json_lines
 
 _MIB = 1024 * 1024
@@ -204,6 +216,35 @@ class Sandbox:
         the port is taken inside; InvalidRequest for what is no host name (lower case letters, digits, hyphens, dots).
         """
         return Exposed(self._transport, self._target, url, name, port)
+
+    # -- sessions --
+
+    async def open_session(
+        self,
+        name: str | None = None,
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Session:
+        """A shell (the image's bash, else sh) that keeps its state between commands. A name that is open is joined as it is.
+
+        cwd, env and user are the new shell's, as of `run_shell`. CapacityError when the sandbox has 32 already; SessionEnded
+        for a name whose shell has ended: close it first.
+        """
+        spec = SessionSpec(
+            name=name or new_session_name(),
+            cwd=None if cwd is None else text_or_bytes(cwd),
+            env=dict(env or {}),
+            user=user,
+        )
+        path = f"{self._path}/sessions"
+        info = await self._transport.call("POST", path, SessionInfo, body=encode(spec), target=self._target)
+        return Session(self._transport, self._target, info.name)
+
+    async def sessions(self) -> list[SessionInfo]:
+        """Open sessions, and those whose shell has ended but that nobody closed."""
+        return await self._transport.call("GET", f"{self._path}/sessions", list[SessionInfo], target=self._target)
 
     # -- the sandbox itself --
 

@@ -3,6 +3,8 @@
 //! A command is its process, its log and its limits. It depends on no connection: followers read the log from a cursor,
 //! and a command that nobody follows runs on. One place (`reap`) learns how processes ended.
 
+pub mod session;
+
 use super::fault::Fault;
 use super::feed::{Fed, From};
 use super::log::{Log, Spill};
@@ -13,6 +15,7 @@ use super::stage::Stage;
 use super::token;
 use crate::birth::Birth;
 use crate::msgpack::{Pack, Value};
+use session::Session;
 use std::collections::{BTreeMap, VecDeque};
 
 /// After the main process ended, output is awaited while it comes, but not for longer than this.
@@ -93,6 +96,8 @@ pub struct Command {
     ended: Option<(i32, f64)>,
     /// Exit code of a command that could not be executed (126, 127).
     unexecuted: Option<i32>,
+    /// The session whose shell runs it; 0: it is a process of its own.
+    session: u32,
 }
 
 struct Pipe {
@@ -108,6 +113,8 @@ pub struct Chronus {
     spill: i32,
     commands: BTreeMap<u32, Box<Command>>,
     pipes: BTreeMap<u32, Pipe>,
+    /// By the number of their shells, which are counted with the commands.
+    sessions: BTreeMap<u32, Box<Session>>,
     /// Pipes that are not read until some time.
     paused: Vec<(f64, u32)>,
     /// Control groups that still had processes in them when their command ended.
@@ -173,7 +180,7 @@ fn make_pipes(params: Value, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ou
         true => os::pipe(false, true).map(|(reader, writer)| (Some(epoll.own(writer)), reader))?,
         false => (None, os::open(libc::AT_FDCWD, c"/dev/null", libc::O_RDONLY, 0, os::SAFE)?),
     };
-    let ends = Ends { stdin: stdin_end, stdout, stderr, status: status_end };
+    let ends = Ends { stdin: stdin_end, stdout, stderr, status: status_end, more: Vec::new() };
     Ok((ends, Ours { status: epoll.own(status), pipes, stdin }))
 }
 
@@ -186,6 +193,7 @@ impl Chronus {
             spill,
             commands,
             pipes,
+            sessions: BTreeMap::new(),
             paused: Vec::new(),
             groups: VecDeque::new(),
             groups_again: None,
@@ -265,6 +273,7 @@ impl Chronus {
             reason: None,
             ended: None,
             unexecuted: None,
+            session: 0,
         };
         self.commands.insert(number, Box::new(command));
         self.push_stdin(number, epoll);
@@ -310,6 +319,7 @@ impl Chronus {
     pub fn on_pipe(&mut self, id: u32, epoll: &Epoll, scratch: &mut Scratch) {
         let Some(number) = self.pipes.get(&id).map(|pipe| pipe.command) else { return };
         self.on_status(number);
+        let spill = self.spill();
         let Some(pipe) = self.pipes.get_mut(&id) else { return };
         let bytes = match scratch.read(pipe.fd.raw()) {
             Err(libc::EAGAIN | libc::EINTR) => return,
@@ -323,13 +333,12 @@ impl Chronus {
                 return;
             }
         };
-        let spill =
-            Spill { directory: self.spill, room: (2 * self.birth.max_output).saturating_sub(filed(&self.commands)) };
         let kept = match self.commands.get_mut(&number) {
             Some(command) if !matches!(command.state, State::Done) => {
                 command.last_output = os::now();
                 command.keep(pipe.stream, bytes, spill)
             }
+            None => self.sessions.get_mut(&number).is_some_and(|session| session.keep(pipe.stream, bytes)),
             _ => false,
         };
         if !kept {
@@ -342,8 +351,13 @@ impl Chronus {
         }
     }
 
+    /// Where output goes that is too much for memory, and how much more of it.
+    fn spill(&self) -> Spill {
+        Spill { directory: self.spill, room: (2 * self.birth.max_output).saturating_sub(filed(&self.commands)) }
+    }
+
     /// Learns how processes ended, commands and the orphans of all. True: there may be more.
-    pub fn reap(&mut self) -> bool {
+    pub fn reap(&mut self, scratch: &mut Scratch) -> bool {
         for _ in 0..REAPS_A_TURN {
             let mut status = 0;
             let mut used: libc::rusage = unsafe { std::mem::zeroed() };
@@ -352,13 +366,18 @@ impl Chronus {
                 return false;
             }
             let peak = used.ru_maxrss.max(0) as u64 * 1024;
-            let main = |(_, command): &(&u32, &mut Box<Command>)| command.pid == pid && command.ended.is_none();
+            let main = |(_, command): &(&u32, &mut Box<Command>)| {
+                command.pid == pid && command.session == 0 && command.ended.is_none()
+            };
             if let Some((number, command)) = self.commands.iter_mut().find(main) {
                 command.ended = Some((status, os::now()));
                 let number = *number;
                 self.on_status(number); // whatever it had to say about its start is in the pipe
                 self.find_reason(number, peak);
-            } else if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
+            } else if !self.shell_ended(pid, status, scratch)
+                && libc::WIFSIGNALED(status)
+                && libc::WTERMSIG(status) == libc::SIGKILL
+            {
                 self.reasons.orphan(self.setting.groups.counters(), peak);
             }
         }
@@ -381,7 +400,7 @@ impl Chronus {
     pub fn next_tick(&self) -> Option<f64> {
         let alarms = self.commands.values().filter_map(|command| command.alarm());
         let others = self.paused.iter().map(|(until, _)| *until).chain(self.groups_again.map(|(at, _)| at));
-        alarms.chain(others).min_by(f64::total_cmp)
+        alarms.chain(others).chain(self.session_alarms()).min_by(f64::total_cmp)
     }
 
     /// Ends what is over its time, and completes what ended. True: there is something to forget.
@@ -398,16 +417,22 @@ impl Chronus {
             self.try_groups(pause);
         }
         let mut completed = std::mem::take(&mut self.failed);
+        let mut of_sessions = Vec::new();
         for (number, command) in &mut self.commands {
             if let Some(why) = command.overdue(now) {
                 command.killed = Some(why);
-                spawn::kill_tree(self.setting.cgroup2, *number, Some(command.pid));
+                match command.session {
+                    0 => spawn::kill_tree(self.setting.cgroup2, *number, Some(command.pid)),
+                    session => of_sessions.push(session),
+                }
             }
             if command.complete(now) {
                 completed = true;
                 self.groups.push_back(*number);
             }
         }
+        of_sessions.into_iter().for_each(|session| self.kill_foreground(session));
+        self.session_tick(now);
         completed
     }
 
@@ -555,8 +580,10 @@ impl Chronus {
         let signal = params.get("signal").and_then(Value::u64).filter(|s| (1..=64).contains(s));
         let signal = signal.ok_or_else(|| Fault::invalid("signal must be a number from 1 to 64"))? as i32;
         let Some(command) = self.commands.get_mut(&number) else { return Ok(()) };
-        if signal == libc::SIGKILL {
-            command.kill_asked = true;
+        command.kill_asked |= signal == libc::SIGKILL;
+        if command.session != 0 {
+            self.session_signal(number, signal);
+        } else if signal == libc::SIGKILL {
             spawn::kill_tree(self.setting.cgroup2, number, command.ended.is_none().then_some(command.pid));
         } else if command.ended.is_none() {
             unsafe { libc::kill(-command.pid, signal) };

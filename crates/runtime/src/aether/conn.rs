@@ -100,6 +100,18 @@ enum Work {
     Started {
         command: u32,
     },
+    /// The reply comes when the shell of the session is ready.
+    Opened {
+        session: u32,
+    },
+    /// The reply comes when the interrupted command has ended, or does not.
+    Interrupted {
+        command: u32,
+    },
+    /// The reply comes when the session is gone.
+    Closed {
+        session: u32,
+    },
     /// Data for a command's stdin that waits for room in its queue.
     Write {
         command: u32,
@@ -374,6 +386,18 @@ impl Conn {
                 Some((_, pid)) => Ok(Step::Done(Pack::default().map(1).str("pid").uint(pid as u64).0)),
                 None => Err(gone()),
             },
+            Work::Opened { session } => match chronus.session_opened(*session) {
+                None => Ok(Step::Wait),
+                Some(opened) => opened.map(Step::Done),
+            },
+            Work::Interrupted { command } => match chronus.session_interrupted(*command) {
+                None => Ok(Step::Wait),
+                Some(ended) => Ok(Step::Done(Pack::default().map(1).str("ended").bool(ended).0)),
+            },
+            Work::Closed { session } => match chronus.session_is_there(*session) {
+                true => Ok(Step::Wait),
+                false => Ok(Step::Done(Pack::default().map(0).0)),
+            },
             Work::Write { command, from, data } => {
                 let taken = chronus.feed(*command, from, data, context.epoll)?;
                 Ok(taken.map_or(Step::Wait, Step::Done))
@@ -498,7 +522,10 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         "exec" => {
             let (command, feeds) = match chronus.find(number()?) {
                 Ok(command) => (command, false),
-                Err(_) => (chronus.start(params, epoll)?, true),
+                Err(_) => match params.get("session").map(chronus::session::name) {
+                    Some(name) => (chronus.session_exec(name?, params, epoll)?, true),
+                    None => (chronus.start(params, epoll)?, true),
+                },
             };
             let follow = params.get("follow").and_then(Value::bool).unwrap_or(true);
             match follow || !chronus.get(command).is_some_and(chronus::Command::detached) {
@@ -534,6 +561,10 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         }
         "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
         "exec.list" => Ok(Outcome::Reply(chronus.list())),
+        "session.open" => Ok(Outcome::Work(Work::Opened { session: chronus.session_open(params, epoll)? })),
+        "session.close" => Ok(Outcome::Work(Work::Closed { session: chronus.session_close(params)? })),
+        "session.interrupt" => Ok(Outcome::Work(Work::Interrupted { command: chronus.session_interrupt(params)? })),
+        "session.list" => Ok(Outcome::Reply(chronus.session_list())),
         "port.connect" | "port.listen" | "port.accept" => {
             Ok(Outcome::Work(Work::Job(ports.request(method, params, epoll)?)))
         }

@@ -41,6 +41,8 @@ mod token {
     pub const STDIN: u32 = 6;
     pub const PORT: u32 = 7;
     pub const WATCH: u32 = 8;
+    pub const REPORT: u32 = 9;
+    pub const SCRIPT: u32 = 10;
 
     pub fn make(kind: u32, number: u32) -> u64 {
         u64::from(kind) << 32 | u64::from(number)
@@ -177,7 +179,7 @@ impl Aether {
         }
         if std::mem::take(&mut self.unreaped) {
             self.ended = true;
-            self.unreaped = self.chronus.reap();
+            self.unreaped = self.chronus.reap(&mut self.scratch);
         }
         if self.chronus.tick(&self.epoll) {
             let conns = &self.conns;
@@ -194,6 +196,9 @@ impl Aether {
             token::STATUS => self.chronus.on_status(number),
             token::STDIN if events & libc::EPOLLERR != 0 => self.chronus.stdin_gone(number),
             token::STDIN => self.chronus.push_stdin(number, &self.epoll),
+            token::REPORT => self.chronus.on_report(number, &mut self.scratch),
+            token::SCRIPT if events & libc::EPOLLERR != 0 => self.chronus.script_gone(number),
+            token::SCRIPT => self.chronus.push_script(number, &self.epoll),
             token::PORT => self.ports.on_event(number, events),
             token::WATCH => self.watches.on_event(),
             _ => {

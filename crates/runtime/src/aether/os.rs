@@ -136,6 +136,44 @@ pub fn pipe(nonblocking_read: bool, nonblocking_write: bool) -> Result<(Fd, Fd)>
     Ok((reader, writer))
 }
 
+/// Another descriptor of the same open file, above all that a new process has at fixed places.
+pub fn duplicate(fd: &Fd) -> Result<Fd> {
+    check(unsafe { libc::fcntl(fd.0, libc::F_DUPFD_CLOEXEC, 64) }).map(|fd| Fd(fd as i32))
+}
+
+/// Undoes what a process that had the same open file may have done to it.
+pub fn set_blocking(fd: &Fd) {
+    unsafe {
+        let flags = libc::fcntl(fd.0, libc::F_GETFL);
+        if flags & (libc::O_NONBLOCK | libc::O_ASYNC) != 0 {
+            libc::fcntl(fd.0, libc::F_SETFL, flags & !(libc::O_NONBLOCK | libc::O_ASYNC));
+        }
+    }
+}
+
+/// Whether a process neither catches nor ignores a signal.
+pub fn dies_of(pid: i32, signal: i32) -> bool {
+    let mut status = Vec::new();
+    let Ok(path) = cstring(format!("/proc/{pid}/status").as_bytes()) else { return false };
+    let read = open(libc::AT_FDCWD, &path, libc::O_RDONLY, 0, 0).and_then(|file| read_onto(file.0, &mut status, 8192));
+    let text = String::from_utf8_lossy(&status);
+    let set = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
+    };
+    match (read, set("SigIgn:"), set("SigCgt:")) {
+        (Ok(_), Some(ignored), Some(caught)) => (ignored | caught) >> (signal - 1) & 1 == 0,
+        _ => false,
+    }
+}
+
+/// Bytes that can be read at once.
+pub fn readable(fd: i32) -> usize {
+    let mut count: i32 = 0;
+    unsafe { libc::ioctl(fd, libc::FIONREAD, &mut count) };
+    count.max(0) as usize
+}
+
 /// The bytes as a C string; EINVAL when there is a NUL in them.
 pub fn cstring(bytes: &[u8]) -> Result<CString> {
     CString::new(bytes).map_err(|_| libc::EINVAL)

@@ -61,6 +61,15 @@ pub struct Plan {
 impl Plan {
     /// From the parameters of `exec`, and those that were sent ahead of it (or the same again).
     pub fn new(params: Value, ahead: Value, birth: &Birth) -> Result<Plan, Fault> {
+        Plan::make(params, ahead, birth, &[])
+    }
+
+    /// A shell with the user, environment and directory of the parameters.
+    pub fn of_shell(params: Value, birth: &Birth, argv: &[&[u8]]) -> Result<Plan, Fault> {
+        Plan::make(params, params, birth, argv)
+    }
+
+    fn make(params: Value, ahead: Value, birth: &Birth, fixed: &[&[u8]]) -> Result<Plan, Fault> {
         let wanted = params.get("user").and_then(Value::str).unwrap_or(&birth.init_user);
         let user = users::look_up(if wanted.is_empty() { "root" } else { wanted })?;
         let owner = user.clone();
@@ -78,6 +87,12 @@ impl Plan {
             plan.env.push(&[name, b"=", value]);
         }
         match params.get("line").or(ahead.get("line")).map(|line| line.bytes().ok_or(())) {
+            _ if !fixed.is_empty() => {
+                plan.programs.push(&fixed[..1]);
+                for argument in fixed {
+                    plan.argv.push(&[argument]);
+                }
+            }
             Some(line) => plan.shell(line.map_err(|()| Fault::invalid("line must be bytes"))?)?,
             None => {
                 let sent_ahead = ahead.get("argv").and_then(Value::bytes);
@@ -276,6 +291,28 @@ pub fn remove_group(cgroup2: i32, number: u32) -> bool {
     cgroup2 < 0 || !matches!(removed, Err(libc::EBUSY))
 }
 
+/// Processes in the group of a command. Empty where there are no groups.
+pub fn members(cgroup2: i32, number: u32) -> Vec<i32> {
+    let path = group_path(number, "/cgroup.procs");
+    let file = os::open(cgroup2, c_path(&path), libc::O_RDONLY, 0, 0);
+    let (mut text, mut pids) = (Vec::new(), Vec::new());
+    let Ok(file) = file else { return pids };
+    while text.len() < MAX_MEMBERS && os::read_onto(file.0, &mut text, 4096).is_ok_and(|size| size > 0) {}
+    let numbers = text.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
+    pids.extend(numbers.filter_map(|line| line.parse::<i32>().ok()).filter(|pid| *pid > 1));
+    pids
+}
+
+/// Bytes of `cgroup.procs` that are looked at: some thousand processes.
+const MAX_MEMBERS: usize = 64 * 1024;
+
+/// Moves a process into the group of a number, which is made when it is not there.
+pub fn move_to(cgroup2: i32, number: u32, pid: i32) -> os::Result<()> {
+    let group = make_group(cgroup2, number)?;
+    let file = os::open(group.0, c"cgroup.procs", libc::O_WRONLY, 0, 0)?;
+    os::write_all(file.0, format!("{pid}").as_bytes())
+}
+
 /// Kills everything that descends from a command, whatever sessions and parents it made for itself. `main` is the pid of
 /// its main process as long as that is ours: it names the process group where there are no control groups.
 pub fn kill_tree(cgroup2: i32, number: u32, main: Option<i32>) {
@@ -298,6 +335,8 @@ pub struct Ends {
     /// None: the same as stdout.
     pub stderr: Option<Fd>,
     pub status: Fd,
+    /// Others, with their numbers in the child in rising order.
+    pub more: Vec<(Fd, i32)>,
 }
 
 #[derive(Clone, Copy)]
@@ -453,16 +492,25 @@ impl Child<'_> {
         for (from, to) in [(self.ends.stdin.0, 0), (self.ends.stdout.0, 1), (stderr.0, 2)] {
             self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_dup3, from, to, 0) });
         }
-        let mut first = STATUS + 1;
+        let mut unused = STATUS + 1;
         if let Some(script) = &self.plan.script {
             let copied = match script.0 {
                 SCRIPT => unsafe { libc::syscall(libc::SYS_fcntl, SCRIPT, libc::F_SETFD, 0) },
                 other => unsafe { libc::syscall(libc::SYS_dup3, other, SCRIPT, 0) },
             };
             self.must(Stage::Descriptors, copied);
-            first = SCRIPT + 1;
+            unused = SCRIPT + 1;
         }
-        self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) });
+        for (fd, place) in &self.ends.more {
+            unsafe {
+                self.must(Stage::Descriptors, libc::syscall(libc::SYS_dup3, fd.0, *place, 0));
+                if *place > unused {
+                    self.must(Stage::Descriptors, libc::syscall(libc::SYS_close_range, unused, *place - 1, 0));
+                }
+            }
+            unused = *place + 1;
+        }
+        self.must(Stage::Descriptors, unsafe { libc::syscall(libc::SYS_close_range, unused, u32::MAX, 0) });
     }
 
     /// The raw calls: the C library's would signal threads that do not exist.

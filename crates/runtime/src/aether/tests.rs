@@ -1,6 +1,7 @@
 //! A real aether, PID 1 of a PID namespace of its own, driven over its socket. Needs root.
 
 mod ports;
+mod sessions;
 
 use super::*;
 use crate::birth::Birth;
@@ -50,6 +51,7 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
             0 => {
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 libc::close(tell);
+                mount_own_proc();
                 serve(Sandbox {
                     birth,
                     listener,
@@ -66,6 +68,16 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
                 libc::_exit(0)
             }
         }
+    }
+}
+
+/// In a mount namespace of its own: pids are looked up there, and must be those of the namespace.
+fn mount_own_proc() {
+    let (proc, flags) = (c"proc".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
+    unsafe {
+        assert_eq!(libc::unshare(libc::CLONE_NEWNS), 0);
+        assert_eq!(libc::mount(proc, c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()), 0);
+        assert_eq!(libc::mount(proc, c"/proc".as_ptr(), proc, 0, std::ptr::null()), 0);
     }
 }
 
@@ -120,6 +132,15 @@ impl Inside {
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.join(name)
+    }
+
+    /// Returns when a command has made the file.
+    fn await_file(&self, name: &str) {
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while !self.path(name).exists() {
+            assert!(std::time::Instant::now() < until, "no {name} in time");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

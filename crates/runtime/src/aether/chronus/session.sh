@@ -1,0 +1,3 @@
+trap : INT
+exec 0</dev/null
+printf 'ready\n' >&7
