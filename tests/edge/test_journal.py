@@ -88,6 +88,26 @@ async def test_the_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     again.close()
 
 
+async def test_much_that_lives_is_not_looked_at_with_every_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPACT_FROM", 20_000)
+    looked, whole = 0, module._whole
+
+    def counted(record: Record, steps: dict[int, Step]) -> list[bytes]:
+        nonlocal looked
+        looked += 1
+        return whole(record, steps)
+
+    monkeypatch.setattr(module, "_whole", counted)
+    journal = Journal(tmp_path / "j")
+    for number in range(2000):
+        journal.running(record(f"sb-{number}"))
+        await journal.commit()
+    journal.close()
+    assert 0 < looked < 5 * 2000, "each doubling of what lives costs one look, not each write"
+
+
 async def test_a_full_disk_is_a_named_failure_and_later_records_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +129,9 @@ async def test_a_full_disk_is_a_named_failure_and_later_records_are_read(
         await journal.commit()
     assert caught.value.body.kind is ErrorKind.NO_SPACE
     monkeypatch.setattr(os, "pwrite", real)
+    assert b"lost" not in (tmp_path / "j").read_bytes()
+    await journal.commit()
+    assert b"lost" in (tmp_path / "j").read_bytes(), "who commits is not told that all is well while it is not"
     journal.running(record("after"))
     await journal.commit()
     journal.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.launcher import LauncherFailed, Reclaimed
+from dsec.backends.launcher import LauncherFailed, LauncherUsage, Reclaimed
 from dsec.edge import lifecycle as module
 from dsec.edge import pause
 from dsec.edge.admission import Admission
@@ -34,6 +34,8 @@ class Freezer(Backend):
         self.gates = {verb: asyncio.Event() for verb in self.VERBS}
         for gate in self.gates.values():
             gate.set()
+        self.stopping = asyncio.Event()
+        self.stopping.set()
         self.failing: set[str] = set()
         self.calls: list[str] = []
         self.frozen: set[str] = set()
@@ -43,6 +45,10 @@ class Freezer(Backend):
         await self.gates[verb].wait()
         if verb in self.failing or sandbox not in self.alive:
             raise LauncherFailed(verb, "no")
+
+    async def stop(self, sandbox: str, environment: object) -> LauncherUsage:
+        await self.stopping.wait()
+        return await super().stop(sandbox, environment)
 
     async def freeze(self, sandbox: str) -> None:
         await self._verb("freeze", sandbox)
@@ -77,7 +83,7 @@ async def life(tmp_path: Path, backend: Freezer) -> AsyncIterator[Lifecycle]:
     journal = Journal(tmp_path / "journal")
     life = Lifecycle("t", None, backend, journal, Admission(1000, 8))  # type: ignore[arg-type]
     yield life
-    for gate in (backend.gate, *backend.gates.values()):
+    for gate in (backend.gate, backend.stopping, *backend.gates.values()):
         gate.set()
     await asyncio.wait_for(life.stop_all(Reason.USER), DEADLINE)
     assert not backend.alive and life.admission.held == 0
@@ -326,3 +332,21 @@ async def test_a_slow_disk_holds_nobody_up_for_long(
     await asyncio.wait_for(asyncio.gather(*(life.pause(sandbox.id) for sandbox in sandboxes)), DEADLINE)
     backend.gates["prefetch"].clear()
     await asyncio.wait_for(asyncio.gather(*(life.ready(sandbox.id) for sandbox in sandboxes)), DEADLINE)
+
+
+async def test_the_journal_never_calls_an_ending_sandbox_paused_or_stopping(life: Lifecycle, backend: Freezer) -> None:
+    """A stop while a pause waits for the last answers: whoever finds the record must know that it has to be removed."""
+    sandbox = await running(life)
+    backend.stopping.clear()
+    with sandbox.sleep.short():
+        pausing = asyncio.create_task(life.pause(sandbox.id))
+        await until(lambda: sandbox.state is State.PAUSED)
+        stopping = asyncio.create_task(life.stop(sandbox.id))
+        await until(lambda: sandbox.state is State.STOPPING)
+    with pytest.raises(Fault) as caught:
+        await asyncio.wait_for(pausing, DEADLINE)
+    record = life.journal.record(sandbox.id)
+    assert caught.value.body.kind is ErrorKind.UNAVAILABLE
+    assert record is not None and (record.state, record.stop_reason) == (State.RUNNING, Reason.USER)
+    backend.stopping.set()
+    await asyncio.wait_for(stopping, DEADLINE)

@@ -175,3 +175,17 @@ def test_a_record_of_an_older_version_is_no_node_failure() -> None:
         id="sb-t-1", state=State.RUNNING, created_at=time.time(), incarnation=1, args=ARGS, layers=(), pid=1, start=1
     )
     assert recovery.ended_with_the_node(record, "b") == (Reason.EDGE_RESTART, "the edge was restarted")
+
+
+async def test_a_removal_is_finished_whatever_state_the_record_has(edges: Edges) -> None:
+    first = Alive()
+    life = edges.start(first)
+    created = await life.create(ARGS, 10)
+    life.journal.update(created.id, Change(state=State.STOPPING, stop_reason=Reason.USER))
+    await life.journal.commit()
+    second = Alive()
+    second.alive = first.alive
+    after = edges.start(second)
+    await after.recover()
+    await until(lambda: not after.live())
+    assert not second.alive and after.get(created.id).reason is Reason.USER

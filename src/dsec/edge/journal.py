@@ -146,6 +146,7 @@ class Journal:
         self._past_steps = 0
         self._epoch = 0
         self._behind = False
+        self._compact_at = COMPACT_FROM
         self._pending: list[bytes] = []
         self._flush: asyncio.Future[None] | None = None
         self._lock = _locked(path)
@@ -258,6 +259,8 @@ class Journal:
 
     async def commit(self) -> None:
         """Until what was recorded so far would survive the death of this process; Fault no_space when the disk is full."""
+        if self._flush is None and self._behind:  # what could not be written then is tried again now
+            self._write_soon()
         if self._flush is not None:
             await asyncio.shield(self._flush)
 
@@ -289,9 +292,12 @@ class Journal:
     def _add(self, payload: bytes) -> None:
         self._pending.append(_pack(payload))
         if self._flush is None:
-            loop = asyncio.get_running_loop()
-            self._flush = loop.create_future()
-            loop.call_soon(self._write)
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._flush = loop.create_future()
+        loop.call_soon(self._write)
 
     def _write(self) -> None:
         """A write that failed leaves the file behind what we know; the next one then writes all of it anew."""
@@ -303,14 +309,14 @@ class Journal:
             else:
                 self._write_out(b"".join(pending))
             self._behind = False
-            if self._size > COMPACT_FROM:
+            if self._size > self._compact_at:
                 self._compact()
         except OSError as error:
             self._behind = True
             if done is not None:
                 done.set_exception(Fault(ErrorKind.NO_SPACE, f"the journal {self._path} cannot be written: {error.strerror}",
                                          hint="make room on the disk of the state directory", retryable=True))  # fmt: skip
-                done.exception()  # one that nobody waits for is told by the next commit
+                done.exception()  # when nobody waits for it, the next commit tries again and tells
             return
         if done is not None:
             done.set_result(None)
@@ -333,6 +339,9 @@ class Journal:
         for record in self.records():
             records += _whole(record, self._steps.get(record.id, {}))
         data = _MAGIC + b"".join(map(_pack, records))
+        self._compact_at = max(
+            COMPACT_FROM, 2 * len(data)
+        )  # so that looking at all of it is rare, however much is alive
         if len(data) > self._size // 2 and not whatever_size:
             return  # mostly alive: later
         file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

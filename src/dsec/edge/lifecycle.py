@@ -116,6 +116,9 @@ class Lifecycle:
         await self.pauses.resume(self.running(id, incarnation))
 
     async def _record_state(self, sandbox: Sandbox) -> None:
+        """Running or paused. The journal knows of an end by its reason: one that began meanwhile is there already."""
+        if not sandbox.lives:
+            raise sandbox.unavailable()
         self.journal.update(sandbox.id, Change(state=sandbox.state))
         await self.journal.commit()
 

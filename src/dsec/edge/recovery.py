@@ -89,7 +89,7 @@ class Revival:
         sandbox.created_at, sandbox.born_at = record.created_at, record.born
         sandbox.idle_limit, sandbox.total_limit = record.idle_limit, record.total_limit
         sandbox.oom_kills = record.oom_kills
-        sandbox.state = record.state
+        sandbox.state = State.PAUSED if record.state is State.PAUSED else State.RUNNING
         sandbox.born(record.pid, record.start, open_process(record.pid, record.start), socket)
         sandbox.settled.set()
         sandbox.log(
