@@ -43,6 +43,38 @@ async def test_a_step_that_runs_is_attached_to(sandbox: Sandbox) -> None:
     assert (await one).text == (await two).text == "x\n"
 
 
+async def test_requests_of_one_number_at_once_run_one_command(sandbox: Sandbox) -> None:
+    """Between the intent in the journal and the start of its command nobody may take the number for free."""
+    for number in range(20):
+        same = [sandbox.run_shell(f"echo x >> /same{number}", step=number, exec_id=f"s{number}.{k}") for k in range(3)]
+        assert {result.exec_id for result in await asyncio.gather(*same)} < {f"s{number}.{k}" for k in range(3)}
+        names = (None, f"o{number}")
+        other = [sandbox.run_shell(f"echo {n} >> /other{number}", step=100 + number, exec_id=n) for n in names]
+        first, second = await asyncio.gather(*other, return_exceptions=True)
+        assert isinstance(first, Conflict) != isinstance(second, Conflict)
+    counts = await sandbox.run_shell("cat /same* | wc -l; cat /other* | wc -l")
+    assert counts.text.split() == ["20", "20"]
+
+
+async def test_an_outcome_is_kept_before_a_waiting_client_hears_of_it(states: list[Path]) -> None:  # noqa: F811
+    async with client_of(embedded.up(states[0], port=0)) as client:
+        sandbox = await client.run(DSecContainerRunArgs(container_image=BASE))
+        asking = asyncio.create_task(sandbox.run_shell("until [ -e /go ]; do sleep 0.02; done; exit 4", step=5))
+        await until_started(sandbox)
+        asking.cancel()
+        process = await sandbox.process("step-5")
+        waiting = asyncio.create_task(process.wait())
+        await sandbox.files.write("/go", b"")
+        assert (await waiting).exit_code == 4
+        kill(pid_of(states[0], "edge"))
+        await sandbox.stop()
+    embedded.down(states[0])
+    journal = Journal(states[0] / "journal")
+    kept = journal.steps(sandbox.id)[5].done
+    journal.close()
+    assert kept is not None and kept.exit_code == 4
+
+
 async def test_a_command_that_never_started_leaves_its_number_free(sandbox: Sandbox) -> None:
     with pytest.raises(DSecError):
         await sandbox.run_shell("echo 1", user="nobody-of-that-name", step=1)

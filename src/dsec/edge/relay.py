@@ -106,7 +106,7 @@ class Relay:
         stepped = None if params.step is None else await self.stepping.begin(sandbox, call)
         if stepped is not None:
             fields["exec_id"] = stepped.step.exec_id
-        with sandbox.sleep.short() if detached else sandbox.activity():
+        with self.stepping.starting(sandbox, stepped), sandbox.sleep.short() if detached else sandbox.activity():
             place = await self._starts.take()
             try:
                 with step("exec.run", sandbox.id):
@@ -136,6 +136,7 @@ class Relay:
         fields = {"exec_id": params.exec_id, "cursor": params.cursor}
         with sandbox.activity():
             reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
+        await self.stepping.recorded(sandbox, params.exec_id)
         return await self._done(sandbox, reply)
 
     async def poll(self, call: Call) -> object:
@@ -144,7 +145,10 @@ class Relay:
         sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
         fields = {"exec_id": params.exec_id}
         reply = await self._forward(call, sandbox, "exec.poll", fields, upload=False, resend=True)
-        return None if reply == _NIL else await self._done(sandbox, reply)
+        if reply == _NIL:
+            return None
+        await self.stepping.recorded(sandbox, params.exec_id)
+        return await self._done(sandbox, reply)
 
     async def plain(self, call: Call) -> object:
         """Every other method of aether, unchanged but for the fields that name the sandbox."""

@@ -8,7 +8,9 @@ that number is a conflict. An outcome that nobody waited for is learned from aet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -66,11 +68,21 @@ class Stepping:
         self._lifecycle = lifecycle
         self._finish = finish
         self._settling: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._starting: Counter[tuple[str, int]] = Counter()
 
     def number(self, sandbox: Sandbox, exec_id: str) -> int | None:
         """Of the step that a command is."""
+        step = self._of(sandbox, exec_id)
+        return None if step is None else step.step
+
+    def _of(self, sandbox: Sandbox, exec_id: str) -> Step | None:
         steps = self._lifecycle.journal.steps(sandbox.id).values()
-        return next((step.step for step in steps if step.exec_id == exec_id), None)
+        return next((step for step in steps if step.exec_id == exec_id), None)
+
+    async def recorded(self, sandbox: Sandbox, exec_id: str) -> None:
+        """A command has ended: until its outcome is in the journal, if it is a step."""
+        if (step := self._of(sandbox, exec_id)) is not None:
+            await self.settled(sandbox, step)
 
     async def begin(self, sandbox: Sandbox, call: Call) -> Begun:
         """The step that is asked for, in the journal; Fault conflict when that number was another request."""
@@ -80,13 +92,18 @@ class Stepping:
         if not 0 <= number <= MAX_STEP:
             raise Fault(ErrorKind.INVALID, f"step: {number} is not between 0 and {MAX_STEP}")
         digest = digest_of(params)
-        known = self._lifecycle.journal.step(sandbox.id, number)
-        if known is None or (known.done is None and await self._never_started(sandbox, known)):
-            fresh = Step(step=number, digest=digest, exec_id=params.exec_id)
-            with durable("exec.intent", sandbox.id):
-                self._lifecycle.journal.stepped(sandbox.id, fresh)
-                await self._lifecycle.journal.commit()
-            return Begun(fresh, known=False)
+        known = await self._known(sandbox, number)
+        if known is None:
+            known = Step(step=number, digest=digest, exec_id=params.exec_id)
+            begun = self._start(sandbox, known)
+            try:
+                with durable("exec.intent", sandbox.id):
+                    self._lifecycle.journal.stepped(sandbox.id, known)
+                    await self._lifecycle.journal.commit()
+            except BaseException:
+                self._started(sandbox, begun)
+                raise
+            return begun
         if known.digest != digest:
             raise Fault(
                 ErrorKind.CONFLICT,
@@ -95,7 +112,41 @@ class Stepping:
                 step=number,
                 sandbox_id=sandbox.id,
             )
-        return Begun(known, known=True)
+        return self._start(sandbox, known) if self._starts(sandbox, number) else Begun(known, known=True)
+
+    async def _known(self, sandbox: Sandbox, number: int) -> Step | None:
+        """The step of that number; None: it is free, and stays so until the caller next waits for something."""
+        while (known := self._lifecycle.journal.step(sandbox.id, number)) is not None:
+            if known.done is not None or self._starts(sandbox, number) or not await self._never_started(sandbox, known):
+                return known
+            if self._lifecycle.journal.step(sandbox.id, number) is known and not self._starts(sandbox, number):
+                return None
+        return None
+
+    # -- between the intent and the moment from which aether knows the command, another request must not take it for lost --
+
+    def _starts(self, sandbox: Sandbox, number: int) -> bool:
+        return (sandbox.id, number) in self._starting
+
+    def _start(self, sandbox: Sandbox, step: Step) -> Begun:
+        """Whoever asks for the same meanwhile sends the same command with the same exec id, which aether runs once."""
+        self._starting[sandbox.id, step.step] += 1
+        return Begun(step, known=False)
+
+    def _started(self, sandbox: Sandbox, begun: Begun) -> None:
+        key = (sandbox.id, begun.step.step)
+        self._starting[key] -= 1
+        if not self._starting[key]:
+            del self._starting[key]
+
+    @contextmanager
+    def starting(self, sandbox: Sandbox, begun: Begun | None) -> Iterator[None]:
+        """For as long as a step that `begin` gave is at work here."""
+        try:
+            yield
+        finally:
+            if begun is not None and not begun.known:
+                self._started(sandbox, begun)
 
     async def _never_started(self, sandbox: Sandbox, step: Step) -> bool:
         """Whether aether does not know the command: whoever had the intent died, or was refused, before it began."""
@@ -180,8 +231,10 @@ class Stepping:
                     if fault.body.kind is not ErrorKind.CONNECTION_LOST:
                         raise
         except Fault as fault:
+            journal = self._lifecycle.journal
             if fault.body.kind is ErrorKind.NOT_FOUND and sandbox.lives:
-                self._lifecycle.journal.unstepped(sandbox.id, step.step)
+                if journal.step(sandbox.id, step.step) is step and not self._starts(sandbox, step.step):
+                    journal.unstepped(sandbox.id, step.step)  # unless it was asked for again meanwhile
             elif fault.body.kind is not ErrorKind.UNAVAILABLE:
                 _log.error("a step's outcome is not known", sandbox=sandbox.id, step=step.step, error=str(fault))
 
