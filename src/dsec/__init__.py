@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dsec.protocol.specs import Limits as Limits
     from dsec.protocol.specs import Network as Network
     from dsec.protocol.specs import ProcessInfo as ProcessInfo
+    from dsec.protocol.specs import PtySize as PtySize
     from dsec.protocol.specs import Reason as Reason
     from dsec.protocol.specs import SandboxInfo as SandboxInfo
     from dsec.protocol.specs import SessionInfo as SessionInfo
@@ -85,7 +86,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
-        "LayerRef", "Limits", "Network", "ProcessInfo", "Reason", "SandboxInfo", "SessionInfo", "State", "Usage",
+        "LayerRef", "Limits", "Network", "ProcessInfo", "PtySize", "Reason", "SandboxInfo", "SessionInfo", "State", "Usage",
     ),
     "dsec.sdk.archive": ("Downloaded",),
     "dsec.sdk.bursts": ("Burst", "Outcome"),

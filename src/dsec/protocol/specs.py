@@ -157,6 +157,13 @@ class ExecLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     stack_mb: int | None = None
 
 
+class PtySize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A terminal's size in characters, each 1 to 4096."""
+
+    cols: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 80
+    rows: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 24
+
+
 class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One command. argv, or line (run by the image's bash, else sh, as `-c line`), never both.
 
@@ -165,6 +172,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     stdin_open keeps a pipe open for later writes. step numbers a step of a rollout: the same request under that number again is
     the same run, another one is a conflict; stdin_digest is blake3 of a stdin that does not come with the request itself.
     session: the name of an open session whose shell runs the line.
+    pty: the command gets a terminal of this size as its stdin, stdout and stderr; all its output is stdout.
     """
 
     exec_id: str
@@ -184,6 +192,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     stdin_digest: str = ""
     session: str | None = None
+    pty: PtySize | None = None
 
 
 class ExecDone(msgspec.Struct, frozen=True, kw_only=True):
