@@ -44,6 +44,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--header-timeout", type=float, default=Bounds().header_s, metavar="S", help="for the headers of a request"
     )
+    parser.add_argument(
+        "--body-timeout", type=float, default=Bounds().body_s, metavar="S", help="for the next part of a request's body"
+    )
     parser.add_argument("--ready", type=int, default=-1, metavar="FD", help="`ok` is written here when it serves")
     parser.add_argument("--lifeline", type=int, default=-1, metavar="FD", help="ends when this reads end-of-file")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -134,7 +137,9 @@ def main() -> int:
         sockets = _sockets(arguments)
         most = _raise_descriptor_limit() // 2  # the other half is for what requests open
         GuardedProtocol.bounds = Bounds(
-            connections=max(1, min(arguments.max_connections, most)), header_s=arguments.header_timeout
+            connections=max(1, min(arguments.max_connections, most)),
+            header_s=arguments.header_timeout,
+            body_s=arguments.body_timeout,
         )
         prefer_this_process()
         if os.geteuid() == 0:

@@ -48,6 +48,7 @@ class GuardedProtocol(DirectProtocol):
     _heard = 0.0
     _head_since: float | None = None  # headers are awaited since then
     _head_size = 0  # bytes of what came meanwhile, more or less
+    _in_body = False  # between a request's headers and its end, be it answered already or not
     _refused = False  # whatever else comes is not looked at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,7 +74,7 @@ class GuardedProtocol(DirectProtocol):
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
                 self._refuse_head()
-        elif not self._at_work():
+        elif not self._at_work() and not self._in_body:
             self._head_since = self._heard  # something came, but no request
 
     def on_message_begin(self) -> None:
@@ -83,6 +84,7 @@ class GuardedProtocol(DirectProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_since = None
+        self._in_body = True
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
@@ -94,6 +96,7 @@ class GuardedProtocol(DirectProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_body = False
         if not self._refused:
             super().on_message_complete()
 
@@ -129,6 +132,10 @@ class GuardedProtocol(DirectProtocol):
         """A body that does not come, though we would take it."""
         return self._at_work() and self.cycle.more_body and not self.flow.read_paused and now - self._heard >= patience
 
+    def _drags_on(self, now: float) -> bool:
+        """The rest of a body whose request has its answer does not come."""
+        return self._in_body and not self._at_work() and now - self._heard >= self.bounds.body_s
+
     # -- time --
 
     def _sweep(self) -> None:
@@ -146,8 +153,8 @@ class GuardedProtocol(DirectProtocol):
         if self._head_since is not None and not self._at_work() and now - self._head_since >= self.bounds.header_s:
             text = f"no whole request came within {self.bounds.header_s:g} s"
             self._refuse(ErrorKind.TIMEOUT, text, "send the headers at once")
-        elif self._stalled(now, self.bounds.body_s):
-            self._end()  # its handler sees the end of the connection
+        elif self._stalled(now, self.bounds.body_s) or self._drags_on(now):
+            self._end()  # its handler, if there is one, sees the end of the connection
 
     def _refuse(self, kind: ErrorKind, message: str, hint: str, status: int = 0) -> None:
         """Instead of an answer to what was asked, or to nothing; then the connection ends."""
