@@ -142,11 +142,24 @@ class Edge:
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        """Without one of them an edge would go on with half of its duties; the next edge takes its sandboxes over."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical(
+                "a part of the edge failed; it gives up, and leaves its sandboxes to the next one", exc_info=error
+            )
+            self._failed = True
+            self._stopping.set()
 
     async def _probe(self, service: Service) -> None:
         """What this machine can do takes half a second to find out; nobody waits for it to start."""
-        service.features = await asyncio.to_thread(probe_all, (), self._config.state)
+        try:
+            service.features = await asyncio.to_thread(probe_all, (), self._config.state)
+        except OSError as error:  # a full disk, say
+            _log.error("the probes could not run", error=str(error))
 
     async def _restart_launcher(self) -> None:
         """A new launcher takes over what the dead one made: sandboxes go on."""

@@ -56,10 +56,14 @@ class Gate:
     async def _start(self) -> None:
         if self._closed:
             raise Fault(ErrorKind.CONNECTION_LOST, "the edge is stopping", retryable=True)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dsec.edge.proxy", str(self._socket),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, cwd="/",
-        )  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "dsec.edge.proxy", str(self._socket),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, cwd="/",
+            )  # fmt: skip
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise Fault(ErrorKind.INTERNAL, f"the network proxy did not start: {why}", retryable=True) from error
         assert process.stdin is not None and process.stdout is not None
         said = b""
         try:
@@ -143,6 +147,7 @@ class Way:
         """The proxy forgets the sandbox."""
         link, self._link = self._link, None
         if link is not None:
-            with suppress(Fault):
-                await link.call("proxy.forget", _Which(self._sandbox))
+            with suppress(Fault, TimeoutError):  # one that hangs must not hold up the end of a sandbox
+                async with asyncio.timeout(_STOP_S):
+                    await link.call("proxy.forget", _Which(self._sandbox))
             await link.close()

@@ -89,6 +89,8 @@ class Networks:
             return
         attached = self._of.get(sandbox.id)
         if attached is None:
+            if sandbox.dying.is_set():  # it has been forgotten here already, and would be remembered for ever
+                raise sandbox.unavailable()
             attached = self._of[sandbox.id] = _Attached(sandbox, self)
             sandbox.detach = lambda: self.ended(sandbox)
         await attached.up()
