@@ -184,10 +184,9 @@ async def test_200_connections_at_once(inside: Sandbox) -> None:
 async def test_a_port_that_nothing_listens_on_fails_at_once(inside: Sandbox) -> None:
     async with inside.forward(UNUSED) as url:
         started = time.monotonic()
-        with pytest.raises(ConnectionResetError):
+        with pytest.raises(ConnectionResetError):  # and no end that looks like an empty answer
             async with connection(url) as (reader, _):
-                assert not await reader.read(1), "no byte"
-                raise ConnectionResetError
+                await reader.read(1)
         assert time.monotonic() - started < 2
 
 
@@ -447,6 +446,35 @@ async def test_a_paused_sandbox_is_resumed_by_a_connection(inside: Sandbox) -> N
     async with inside.forward(ECHO) as url:
         assert await asyncio.wait_for(echoed(url, b"awake"), DEADLINE) == b"awake"
     assert (await inside.info()).state is State.RUNNING
+
+
+async def test_an_answer_that_breaks_off_is_a_reset_here(inside: Sandbox) -> None:
+    """Without a length half an answer looks like a whole one when its connection just ends."""
+    async with asyncio.timeout(DEADLINE), AsyncExitStack() as stack:
+        async with inside.forward(ECHO) as url:
+            reader, writer = await stack.enter_async_context(connection(url))
+            writer.write(b"half")
+            assert await reader.readexactly(4) == b"half"
+        with pytest.raises(ConnectionResetError):
+            await reader.read(1)
+
+
+async def test_who_is_lost_with_an_exposed_name_wakes_nobody(sandbox: Sandbox) -> None:
+    before = await sandbox.files.read("/etc/hosts")
+    async with model() as url:
+        exposed = sandbox.expose(url, name="model")
+        await exposed.__aenter__()
+        await sandbox.pause()
+        assert exposed._serving is not None
+        exposed._serving.cancel()
+        await asyncio.wait((exposed._serving,))
+        async with sandbox.expose(url, name="other"):  # resumes, behind what the loss had to do
+            hosts = b""
+            async with asyncio.timeout(DEADLINE):
+                while b"model" in (hosts := await sandbox.files.read("/etc/hosts")):
+                    await asyncio.sleep(0.02)
+            assert b"other" in hosts
+    assert await sandbox.files.read("/etc/hosts") == before
 
 
 @pytest.fixture

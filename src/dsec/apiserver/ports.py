@@ -181,8 +181,9 @@ class _Pipe(_Talk):
         while (item := await self._stream.receive()) is not None:
             if isinstance(item, Data):
                 await self._socket.send_bytes(item.data)
-        if not self._stream.ended:
-            await self._socket.send_text(_END)
+        if self._stream.ended:
+            await self._stream.result()  # no end is told of what broke
+        await self._socket.send_text(_END)
         await self._stream.result()
 
     async def _take(self, data: bytes) -> None:

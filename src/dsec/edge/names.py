@@ -50,6 +50,7 @@ class Names:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._writing: dict[str, asyncio.Lock] = {}
+        self._later: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def reserved(self, sandbox: Sandbox, name: str) -> AsyncIterator[str]:
@@ -77,18 +78,33 @@ class Names:
 
     @asynccontextmanager
     async def published(self, sandbox: Sandbox, name: str, address: str) -> AsyncIterator[None]:
-        """The name in the sandbox's /etc/hosts, until the block is left (or the sandbox ends, which is as good)."""
+        """The name in the sandbox's /etc/hosts, until the block is left (or the sandbox ends, which is as good).
+
+        A caller who is lost wakes no paused sandbox by it: the line then goes when that is resumed.
+        """
         line = f"{address}\t{name}\t".encode() + _OWN
         await self._rewrite(sandbox, name, line)
         try:
             yield
-        finally:
-            with suppress(Fault):
-                await self._rewrite(await self._lifecycle.ready(sandbox.id, sandbox.incarnation), name, None)
+        except BaseException:
+            task = asyncio.get_running_loop().create_task(self._take_out_later(sandbox, name))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+            raise
+        with suppress(Fault):
+            await self._rewrite(await self._lifecycle.ready(sandbox.id, sandbox.incarnation), name, None)
 
-    async def _rewrite(self, sandbox: Sandbox, name: str, line: bytes | None) -> None:
+    async def _take_out_later(self, sandbox: Sandbox, name: str) -> None:
+        with suppress(Fault):
+            await self._rewrite(await self._lifecycle.awake(sandbox.id, sandbox.incarnation), name, None, late=True)
+        if not sandbox.services:
+            self._writing.pop(sandbox.id, None)
+
+    async def _rewrite(self, sandbox: Sandbox, name: str, line: bytes | None, *, late: bool = False) -> None:
         """Takes out what an earlier service of the name left, and puts the line first, where it wins."""
         async with self._writing.setdefault(sandbox.id, asyncio.Lock()):
+            if late and name in sandbox.services:
+                return  # it was given anew meanwhile
             found = await _read(sandbox)
             kept = [old for old in found.split(b"\n") if not _is_own(old, name)]
             text = b"\n".join(kept if line is None else [line, *kept])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -30,6 +32,7 @@ MAX_CONNECTIONS = 256  # of one exposed service at once; the rest waits inside
 _PATIENCE_S = 10.0  # a service that restarts is waited for so long, by a new connection
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
 _END_S = 10.0
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
 _END = '{"end":true}'
 _SCHEMES = {"http": 80, "https": 443, "tcp": None}
 _log = logging.getLogger("dsec.ports")
@@ -96,14 +99,10 @@ class Forward:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with _connected(self._transport, self._path, self._target) as socket:
+            async with _closing(writer), _connected(self._transport, self._path, self._target) as socket:
                 await _splice(reader, writer, socket)
-            writer.close()
-            await writer.wait_closed()
         except (DSecError, _Broken, OSError, aiohttp.ClientError) as error:
             _log.info("%s: a connection ended early: %s", self._path, error)
-        finally:
-            writer.transport.abort()  # without effect on one that came to its end
 
 
 class Exposed:
@@ -196,12 +195,8 @@ class Exposed:
         try:
             async with self._slots, self._transport.socket(path, {}, self._target, heartbeat=None) as socket:
                 reader, writer = await self._upstream.connect()
-                try:
+                async with _closing(writer):
                     await _splice(reader, writer, socket)
-                    writer.close()
-                    await writer.wait_closed()
-                finally:
-                    writer.transport.abort()
         except (DSecError, _Broken, OSError, aiohttp.ClientError, TimeoutError) as error:
             _log.info("%s: a connection ended early: %s", path, error)
 
@@ -251,6 +246,21 @@ async def _ended(tasks: set[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    """A connection that came to its end is closed; any other is reset, so that nobody takes half of it for the whole."""
+    try:
+        yield
+        writer.close()
+        await writer.wait_closed()
+    except BaseException:
+        with suppress(OSError):
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        raise
+    finally:
+        writer.transport.abort()  # without effect on one that is closed
 
 
 @asynccontextmanager
