@@ -245,7 +245,11 @@ class Process:
         portal.run(self._inner.close_stdin())
 
     def signal(self, name: str | int) -> None:
-        """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree."""
+        """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree.
+
+        ConnectionLost when the connection is: then it has arrived once or not at all. Only KILL, which may arrive twice,
+        is sent again.
+        """
         portal.run(self._inner.signal(name))
 
     def kill(self) -> None:

@@ -86,7 +86,8 @@ async def test_a_connection_that_is_kept_for_the_next_request_is_not_late(port: 
 async def test_the_rest_of_a_refused_body_is_no_header_and_must_come(tmp_path: Path, edge: FakeEdge) -> None:
     """It was answered in the middle: what still comes of it is taken, and when nothing comes the connection ends."""
     async with apiserver(tmp_path, edge, arguments=("--body-timeout", str(HEADER_S))) as url:
-        head = f"POST /v1/sandboxes/sb-fake-000000000000/ttl HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 4000000\r\n\r\n"
+        head = "POST /v1/sandboxes/sb-fake-000000000000/ttl HTTP/1.1\r\nhost: x\r\n"
+        head += f"authorization: Bearer {KEY}\r\ncontent-length: 4000000\r\n\r\n"
         reader, writer = await connect(int(url.rpartition(":")[2]), head.encode())
         writer.write(bytes(2_000_000))
         assert (await asyncio.wait_for(reader.readline(), DEADLINE_S)).startswith(b"HTTP/1.1 413 ")

@@ -69,6 +69,25 @@ async def test_a_lost_reply_makes_nothing_twice(edge: FakeEdge) -> None:
         assert len(edge.boxes) == 6
 
 
+async def test_what_does_harm_twice_is_not_repeated(edge: FakeEdge) -> None:
+    async with apiserver(edge.directory, edge) as url, DSecClient(url, KEY, request_timeout=20) as client:
+        sandbox = await client.run(BASE)
+        process = await sandbox.start("trap 'echo x >> log' USR1; : > ready; until test -e go; do sleep 0.05; done")
+        while not await sandbox.files.exists("ready"):
+            await asyncio.sleep(0.01)
+        edge.lose_replies.add("exec.signal")
+        with pytest.raises(ConnectionLost) as caught:
+            await process.signal("USR1")
+        assert caught.value.retryable
+        await sandbox.files.write("go", b"")
+        await process.wait()
+        assert await sandbox.files.read("log") == b"x\n"
+        edge.lose_replies.add("fs.remove")
+        with pytest.raises(ConnectionLost):
+            await sandbox.files.remove("log")
+        assert not await sandbox.files.exists("log")
+
+
 class Gate:
     """Lets the first creations pass; the others wait until it is opened."""
 

@@ -230,14 +230,18 @@ class Files:
         length: int | None = None,
         repeat: bool = True,
     ) -> bytes:
-        """Sends a body that can be made anew, again when the connection is lost: it replaces, so nothing doubles."""
-        deadline = time.monotonic() + self._transport.request_timeout
+        """Sends a body that can be made anew, again when the connection is lost: it replaces, so nothing doubles.
+
+        The time for that begins with the first loss, since a large body may rightly take long.
+        """
+        deadline: float | None = None
         while True:
             try:
                 reply = await self._transport.request(
                     "PUT", self._path + what, query=query, body=make(), length=length, target=self._target, repeat=False
                 )
             except ConnectionLost:
+                deadline = deadline or time.monotonic() + self._transport.request_timeout
                 if not (repeat and self._transport.reached) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)

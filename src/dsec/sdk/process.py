@@ -22,6 +22,7 @@ from .transport import Target, Transport, cut, decode, encode
 
 _HEAD = struct.Struct("<BQ")
 _RETRY_S = 0.2
+_REPEATABLE = ("KILL", "SIGKILL", "9")
 
 
 class _Last(msgspec.Struct):
@@ -105,9 +106,14 @@ class Process:
         await self._stdin.close()
 
     async def signal(self, name: str | int) -> None:
-        """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree."""
+        """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree.
+
+        ConnectionLost when the connection is: then it has arrived once or not at all. Only KILL, which may arrive twice,
+        is sent again.
+        """
         body = encode({"signal": name})
-        await self._transport.request("POST", f"{self._path}/signal", body=body, target=self._target)
+        repeat = str(name).upper() in _REPEATABLE
+        await self._transport.request("POST", f"{self._path}/signal", body=body, target=self._target, repeat=repeat)
 
     async def kill(self) -> None:
         """Ends the command's whole tree, whatever sessions and parents its processes made for themselves."""

@@ -23,7 +23,8 @@ from yarl import URL
 MAX_BODY = 64 * 1024  # more is sent at the pace of the other side, which is the session's work
 READ_BUFFER = 256 * 1024
 _PLAIN = re.compile(r"[!-~]+")
-_RETRIED = frozenset(("GET", "PUT", "DELETE"))  # as the session: found dead in the pool, they are sent once more
+_RETRIED = frozenset(("GET", "PUT"))
+"""Found dead in the pool, they are sent once more. Not a DELETE: the second of a file would not find what the first removed."""
 
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
