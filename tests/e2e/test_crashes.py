@@ -158,6 +158,43 @@ async def test_sandboxes_and_commands_outlive_the_edge(states: list[Path]) -> No
         await sandbox.stop()
 
 
+async def test_names_of_services_go_with_the_edge_that_gave_them(states: list[Path]) -> None:
+    endpoint = embedded.up(states[0], port=0)
+    async with client_of(endpoint) as client:
+        running, paused = await client.run(ARGS), await client.run(ARGS)
+        before = await running.files.read("/etc/hosts")
+        caller = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", EXPOSE, endpoint.url, endpoint.key_file, running.id, paused.id, stdout=subprocess.PIPE
+        )
+        assert caller.stdout is not None and await caller.stdout.readline() == b"exposed\n"
+        assert b"gone" in await running.files.read("/etc/hosts")
+        await paused.pause()
+        caller.send_signal(signal.SIGSTOP)  # so that nobody takes the names back, or gives them anew
+        kill(pid_of(states[0], "edge"))
+        caller.kill()
+        await caller.wait()
+        async with asyncio.timeout(DEADLINE):
+            while await running.files.read("/etc/hosts") != before:
+                await asyncio.sleep(0.02)
+            assert (await paused.info()).state is State.PAUSED
+            await paused.resume()
+            while await paused.files.read("/etc/hosts") != before:
+                await asyncio.sleep(0.02)
+        assert (await running.changes()).changes == () == (await paused.changes()).changes
+
+
+EXPOSE = """
+import asyncio, sys, dsec
+async def main(url, key, *ids):
+    async with dsec.DSecClient(url, open(key).read().strip()) as client:
+        one, two = [await client.attach(id) for id in ids]
+        async with one.expose("http://127.0.0.1:9", name="gone"), two.expose("http://127.0.0.1:9", name="gone"):
+            print("exposed", flush=True)
+            await asyncio.Event().wait()
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
 async def test_a_paused_sandbox_stays_so_whoever_dies(states: list[Path]) -> None:
     endpoint = embedded.up(states[0], port=0)
     async with client_of(endpoint) as client:

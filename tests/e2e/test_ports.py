@@ -23,6 +23,7 @@ import pytest
 import dsec
 import dsec.sync
 from dsec import (
+    Change,
     Conflict,
     DSecClient,
     DSecContainerRunArgs,
@@ -312,6 +313,31 @@ async def test_a_service_of_the_caller_has_a_name_inside(sandbox: Sandbox) -> No
         gone = await sandbox.run_shell("curl -sS http://model/")
         assert gone.exit_code == 6, gone
     assert await sandbox.files.read("/etc/hosts") == before
+
+
+async def test_names_are_no_change_of_the_sandbox(sandbox: Sandbox) -> None:
+    async def changed() -> dict[bytes, Change]:
+        return {one.path: one for one in (await sandbox.changes()).changes if one.path.startswith(b"etc")}
+
+    async with sandbox.expose("http://127.0.0.1:9", name="one"), sandbox.expose("http://127.0.0.1:9", name="two"):
+        assert await changed() == {}
+        assert (await sandbox.changes(max_bytes=0)).changes == ()
+    assert await changed() == {}, "nor is the file that is as it was"
+    async with sandbox.expose("http://127.0.0.1:9", name="one"):
+        await sandbox.run_shell("echo 10.0.0.1 mine >> /etc/hosts", check=True)
+        found = await changed()
+        assert set(found) == {b"etc", b"etc/hosts"} or set(found) == {b"etc/hosts"}
+        data = found[b"etc/hosts"].data
+        assert data is not None and data.endswith(b"10.0.0.1 mine\n") and b"dsec" not in data
+        assert found[b"etc/hosts"].size == len(data)
+
+
+async def test_a_file_that_the_sandbox_had_changed_stays_its_change(sandbox: Sandbox) -> None:
+    await sandbox.run_shell("echo 10.0.0.1 mine >> /etc/hosts", check=True)
+    before = {one.path: one for one in (await sandbox.changes()).changes}
+    async with sandbox.expose("http://127.0.0.1:9", name="one"):
+        assert {one.path: one for one in (await sandbox.changes()).changes} == before
+    assert {one.path: one for one in (await sandbox.changes()).changes} == before
 
 
 async def test_names_share_a_port_and_are_unique(sandbox: Sandbox) -> None:

@@ -91,6 +91,7 @@ class Edge:
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls())
         self._in_background(self._networks.begin(self._lifecycle.live()))
+        self._in_background(service.forward.names.begin(self._lifecycle.live()))
         if self._config.uppers == "dir":
             self._in_background(DiskWatch(self._lifecycle, self._runtime, self._config.state).run())
         _say_ready(self._config.ready, "ok")

@@ -53,6 +53,23 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stderr_digest: str = ""
 
 
+class Looks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Permission bits and owner of a file or directory."""
+
+    mode: int
+    uid: int = 0
+    gid: int = 0
+
+
+class Before(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """/etc/hosts and /etc of a sandbox before the first line of ours. None: the sandbox had changed it already."""
+
+    directory: Looks | None = None
+    file: Looks | None = None
+    size: int = -1
+    digest: str = ""
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became different in a sandbox that lives. A field that is not given stays."""
 
@@ -65,6 +82,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     oom_kills: int | msgspec.UnsetType = msgspec.UNSET
     """Kills of the kernel that a command's result has accounted for."""
     args: DSecContainerRunArgs | msgspec.UnsetType = msgspec.UNSET
+    hosts: Before | msgspec.UnsetType = msgspec.UNSET
+    """A name for a service was written into its /etc/hosts, for the first time."""
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -84,6 +103,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     idle_limit: float | None = None
     total_limit: float | None = None
     oom_kills: int = 0
+    hosts: Before | None = None
     reason: Reason | None = None
     detail: str = ""
     ended_at: float | None = None

@@ -25,7 +25,7 @@ from dsec.protocol.steps import step
 
 from .admission import Admission
 from .checks import check_args
-from .journal import Change, Journal, Record
+from .journal import Before, Change, Journal, Record
 from .pause import Pauses
 from .recovery import Revival, boot_id, ended_with_the_node, record_of
 from .sandbox import Sandbox
@@ -343,6 +343,12 @@ class Lifecycle:
         """What it was made from, as far as that can change later; in the journal when it returns."""
         sandbox.args = args
         self.journal.update(sandbox.id, Change(args=args))
+        await self.journal.commit()
+
+    async def set_hosts(self, sandbox: Sandbox, before: Before) -> None:
+        """What its /etc/hosts is without us; in the journal when it returns."""
+        sandbox.hosts = before
+        self.journal.update(sandbox.id, Change(hosts=before))
         await self.journal.commit()
 
     def account_oom(self, sandbox: Sandbox, kills: int) -> None:

@@ -1,36 +1,29 @@
-"""Names inside a sandbox for services of the caller: a line of its /etc/hosts and a loopback address each.
+"""Names inside a sandbox for services of the caller: a line of its /etc/hosts (`hosts`) and a loopback address each.
 
-The address is the name's own, so that several names share a port. The file belongs to the sandbox, whose code may write
-anything there: only lines that are exactly ours are taken out again, everything else stays byte for byte.
+The address is the name's own, so that several names share a port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
+import structlog
 
+from dsec.backends.launcher import LauncherFailed
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import Data
 
+from . import hosts
 from .lifecycle import Lifecycle
 from .sandbox import Sandbox
 
-HOSTS = b"/etc/hosts"
-MAX_HOSTS = 256 * 1024
 MAX_NAMES = 64
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = re.compile(rf"(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?")  # a last label of digits would be an address
 _TAKEN = frozenset(("localhost", "ip6-localhost", "ip6-loopback", "ip6-allnodes", "ip6-allrouters"))
-_DEFAULT = b"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
-_OWN = b"# dsec expose"
-
-
-class _Read(msgspec.Struct):
-    size: int = 0
+_log = structlog.get_logger("edge")
 
 
 def check_name(name: str) -> None:
@@ -49,6 +42,7 @@ class Names:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
+        self._published: dict[str, dict[str, str]] = {}  # of a sandbox: names in its file, or about to be
         self._writing: dict[str, asyncio.Lock] = {}
         self._later: set[asyncio.Task[None]] = set()
 
@@ -68,7 +62,7 @@ class Names:
             raise Fault(ErrorKind.CAPACITY, f"sandbox {sandbox.id} has {MAX_NAMES} names", sandbox_id=sandbox.id,
                         limit="max_names", value=MAX_NAMES)  # fmt: skip
         taken = set(names.values())
-        names[name] = address = next(a for a in map(_address, range(MAX_NAMES + 1)) if a not in taken)
+        names[name] = address = next(a for a in map(hosts.address, range(MAX_NAMES + 1)) if a not in taken)
         try:
             yield address
         finally:
@@ -82,71 +76,53 @@ class Names:
 
         A caller who is lost wakes no paused sandbox by it: the line then goes when that is resumed.
         """
-        line = f"{address}\t{name}\t".encode() + _OWN
-        await self._rewrite(sandbox, name, line)
+        published = self._published.setdefault(sandbox.id, {})
+        published[name] = address
         try:
+            await self._rewrite(sandbox)
             yield
         except BaseException:
-            task = asyncio.get_running_loop().create_task(self._take_out_later(sandbox, name))
+            self._forget(sandbox, name)
+            task = asyncio.get_running_loop().create_task(self._tidy(sandbox))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
             raise
+        self._forget(sandbox, name)
         with suppress(Fault):
-            await self._rewrite(await self._lifecycle.ready(sandbox.id, sandbox.incarnation), name, None)
+            await self._rewrite(await self._lifecycle.ready(sandbox.id, sandbox.incarnation))
 
-    async def _take_out_later(self, sandbox: Sandbox, name: str) -> None:
-        with suppress(Fault):
-            await self._rewrite(await self._lifecycle.awake(sandbox.id, sandbox.incarnation), name, None, late=True)
+    def _forget(self, sandbox: Sandbox, name: str) -> None:
+        published = self._published[sandbox.id]
+        del published[name]
+        if not published:
+            del self._published[sandbox.id]
+
+    async def begin(self, adopted: Sequence[Sandbox]) -> None:
+        """After a restart of the edge: names of the earlier one lead nowhere, and go. Of a paused sandbox when it is resumed."""
+        await asyncio.gather(*(self._tidy(sandbox) for sandbox in adopted if sandbox.hosts is not None))
+
+    async def _tidy(self, sandbox: Sandbox) -> None:
+        try:
+            await self._rewrite(await self._lifecycle.awake(sandbox.id, sandbox.incarnation))
+        except Fault as fault:  # the next name takes them out
+            _log.info("names of services were not taken out", sandbox=sandbox.id, error=fault.body.message)
         if not sandbox.services:
             self._writing.pop(sandbox.id, None)
 
-    async def _rewrite(self, sandbox: Sandbox, name: str, line: bytes | None, *, late: bool = False) -> None:
-        """Takes out what an earlier service of the name left, and puts the line first, where it wins."""
+    async def _rewrite(self, sandbox: Sandbox) -> None:
+        """The names of now, and no others of ours."""
         async with self._writing.setdefault(sandbox.id, asyncio.Lock()):
-            if late and name in sandbox.services:
-                return  # it was given anew meanwhile
-            found = await _read(sandbox)
-            kept = [old for old in found.split(b"\n") if not _is_own(old, name)]
-            text = b"\n".join(kept if line is None else [line, *kept])
-            if text != found:
-                await _write(sandbox, text)
-
-
-def _address(index: int) -> str:
-    return f"127.77.{1 + index // 250}.{1 + index % 250}"
-
-
-def _is_own(line: bytes, name: str) -> bool:
-    fields = line.split(b"\t")
-    return len(fields) == 3 and fields[1] == name.encode() and fields[2] == _OWN
-
-
-async def _read(sandbox: Sandbox) -> bytes:
-    """Root's view of the file; a sandbox without one gets the usual."""
-    params = {"path": HOSTS, "offset": 0, "length": MAX_HOSTS + 1, "user": "root"}
-    stream = await (await sandbox.link()).open("fs.read", params)
-    try:
-        found = b"".join([item.data async for item in stream if isinstance(item, Data)])
-        await stream.result(_Read)
-    except Fault as fault:
-        if fault.body.kind is ErrorKind.FILE_NOT_FOUND:
-            return _DEFAULT
-        raise
-    finally:
-        stream.cancel()
-    if len(found) > MAX_HOSTS:
-        raise Fault(
-            ErrorKind.TOO_LARGE, f"/etc/hosts in sandbox {sandbox.id} is over {MAX_HOSTS} bytes", limit=MAX_HOSTS
-        )
-    return found
-
-
-async def _write(sandbox: Sandbox, text: bytes) -> None:
-    params = {"path": HOSTS, "mode": None, "owner": None, "user": "root"}
-    stream = await (await sandbox.link()).open("fs.write", params)
-    try:
-        await stream.send(text)
-        await stream.end()
-        await stream.result()
-    finally:
-        stream.cancel()
+            services: Mapping[str, str] = self._published.get(sandbox.id, {})
+            link = await sandbox.link()
+            found = await hosts.read(link, sandbox.id)
+            text = hosts.with_services(found, services)
+            if text == found:
+                return
+            if sandbox.hosts is None:
+                try:
+                    upper = await self._lifecycle.backend.upper(sandbox.id)
+                except LauncherFailed as failed:  # it ends just now
+                    raise sandbox.unavailable() from failed
+                before = await hosts.look(link, upper, hosts.without_own(found))
+                await self._lifecycle.set_hosts(sandbox, before)
+            await hosts.write(link, text)

@@ -41,6 +41,7 @@ def record_of(sandbox: Sandbox, boot: str) -> Record:
         idle_limit=sandbox.idle_limit,
         total_limit=sandbox.total_limit,
         oom_kills=sandbox.oom_kills,
+        hosts=sandbox.hosts,
     )
 
 
@@ -88,7 +89,7 @@ class Revival:
         sandbox.layers = record.layers
         sandbox.created_at, sandbox.born_at = record.created_at, record.born
         sandbox.idle_limit, sandbox.total_limit = record.idle_limit, record.total_limit
-        sandbox.oom_kills = record.oom_kills
+        sandbox.oom_kills, sandbox.hosts = record.oom_kills, record.hosts
         sandbox.state = State.PAUSED if record.state is State.PAUSED else State.RUNNING
         sandbox.born(record.pid, record.start, open_process(record.pid, record.start), socket)
         sandbox.settled.set()

@@ -28,6 +28,10 @@ class Residue:
         self._files: dict[bytes, bytes] = {}  # path relative to / -> content
         self._directories: dict[bytes, tuple[int, int, int]] = {}  # -> mode, uid, gid before we wrote there
 
+    def know_directory(self, path: bytes, mode: int, uid: int, gid: int) -> None:
+        """How a directory looked before others of the platform wrote there."""
+        self._directories.setdefault(path, (mode, uid, gid))
+
     async def write(self, sandbox: Sandbox, contents: Mapping[str, bytes | None]) -> None:
         """Makes the files so, a None gone. What cannot be written is left out: the variables say the same."""
         link = await sandbox.link()

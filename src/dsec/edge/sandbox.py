@@ -14,6 +14,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import LinkClient
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 
+from .journal import Before
 from .pause import Sleep
 
 _LOG_LINES = 200
@@ -46,6 +47,7 @@ class Sandbox:
         self.oom_kills = 0
         self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
         self.services: dict[str, str] = {}  # names inside of the caller's services, and their addresses there
+        self.hosts: Before | None = None  # what its /etc/hosts was before the first of them
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.sleep = Sleep()

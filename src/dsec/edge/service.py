@@ -27,7 +27,7 @@ from dsec.protocol.specs import (
     Usage,
 )
 
-from . import changes
+from . import changes, hosts
 from .admission import memory
 from .forward import Forward
 from .journal import Change, Record
@@ -266,7 +266,10 @@ class Service:
         with sandbox.activity():
             upper = await self._lifecycle.backend.upper(sandbox.id)
             walked = changes.walk(self._runtime, upper, params.include, params.max_bytes)
-            async for item in self._networks.residue(sandbox).without(walked):
+            residue = self._networks.residue(sandbox)
+            if sandbox.hosts is not None and (etc := sandbox.hosts.directory) is not None:
+                residue.know_directory(b"etc", etc.mode, etc.uid, etc.gid)
+            async for item in residue.without(hosts.without(walked, sandbox.hosts, sandbox.services)):
                 if isinstance(item, bool):
                     truncated = item
                 else:
