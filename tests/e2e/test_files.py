@@ -496,3 +496,13 @@ async def test_compressed_bodies_are_refused_not_stored(sandbox: Sandbox) -> Non
     assert isinstance(await sandbox.files.stat("/"), FileInfo)
     with pytest.raises(InvalidRequest):
         await sandbox.files.read("/etc/passwd", offset=-1)
+
+
+async def test_relative_paths_start_where_commands_do(client: DSecClient) -> None:
+    async with client.run(args(workdir="/srv")) as sandbox:
+        await sandbox.run_shell("mkdir sub; pwd > sub/mark", user="root", check=True)
+        for user in ("root", "nobody", "4242"):
+            assert (await sandbox.run_shell("cat mark; pwd", cwd="sub", user=user)).text == "/srv\n/srv/sub\n"
+            assert await sandbox.files.read_text("sub/mark", user=user) == "/srv\n"
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            await sandbox.run_shell("true", cwd="nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 from dsec.backends.runtime import runtime_path
 from tests.runtime.driver import MIB, Launcher
 
-NAME = "rttest"
+NAME = f"rttest{secrets.token_hex(3)}"  # of this run: others may go on beside it
 _HERE = Path(__file__).resolve().parent
 
 
@@ -36,7 +37,16 @@ def images(place: Path) -> dict[str, Path]:
         (base / directory).mkdir(parents=True)
     os.chmod(base / "tmp", 0o1777)
     os.chown(base / "home/user", 1000, 1000)
-    (base / "etc/passwd").write_text("root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n")
+    os.chmod(base / "home/user", 0o700)
+    (base / "home/user/sub").mkdir()
+    (base / "home/user/mark").write_text("home")
+    (base / "sub").mkdir()
+    (base / "mark").write_text("root")
+    (base / "sub/mark").write_text("below")
+    (base / "etc/passwd").write_text(
+        "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n"
+        "lost:x:1001:1001::/home/lost:/bin/sh\nout:x:1002:1002::/home/user:/bin/sh\n"
+    )
     (base / "etc/group").write_text("root:x:0:\nuser:x:1000:\n")
     (base / "hidden").write_text("of the base")
     (base / "secret").write_text("of root")

@@ -125,11 +125,15 @@ class Output(msgspec.Struct):
     err: str
 
 
-async def run(launcher: Launcher, sandbox: str, *argv: str, user: str | None = None) -> Output:
+async def run(
+    launcher: Launcher, sandbox: str, *argv: str, user: str | None = None, cwd: bytes | None = None
+) -> Output:
     """One command, to its end."""
     client = await LinkClient.connect_unix(launcher.socket_path(sandbox))
     try:
-        spec = ExecSpec(exec_id=new_exec_id(), argv=tuple(a.encode() for a in argv), user=user, timeout=DEADLINE)
+        spec = ExecSpec(
+            exec_id=new_exec_id(), argv=tuple(a.encode() for a in argv), user=user, cwd=cwd, timeout=DEADLINE
+        )
         stream = await client.open("exec", msgspec.structs.asdict(spec) | {"cursor": 0, "follow": True})
         pieces: dict[int, bytes] = {1: b"", 2: b""}
         async for item in stream:
@@ -141,7 +145,9 @@ async def run(launcher: Launcher, sandbox: str, *argv: str, user: str | None = N
         await client.close()
 
 
-async def attack(launcher: Launcher, sandbox: str, *args: object, user: str | None = None) -> str:
+async def attack(
+    launcher: Launcher, sandbox: str, *args: object, user: str | None = None, cwd: bytes | None = None
+) -> str:
     """What the test program inside says."""
-    ended = await run(launcher, sandbox, "/attacker", *map(str, args), user=user)
+    ended = await run(launcher, sandbox, "/attacker", *map(str, args), user=user, cwd=cwd)
     return ended.out.strip()

@@ -13,7 +13,8 @@ import pytest
 
 from dsec.backends.runtime import runtime_path
 from dsec.protocol.errors import ErrorKind, Fault
-from tests.runtime.conftest import Start, alive, leftovers
+from dsec.protocol.link import Data, LinkClient
+from tests.runtime.conftest import NAME, Start, alive, leftovers
 from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
 
 
@@ -34,6 +35,23 @@ async def test_layers_have_their_owners(launcher: Launcher) -> None:
     assert (await attack(launcher, "sb-a", "cat", "/secret", user="user")) == "errno 13"
     written = await attack(launcher, "sb-a", "put", "/home/user/file", 1, user="user")
     assert written == "1 0"
+
+
+@pytest.mark.parametrize(
+    ("user", "found"), [("user", "home"), ("root", "root"), ("lost", "root"), ("out", "root"), ("4242", "root")]
+)
+async def test_without_a_directory_commands_and_files_start_at_home(launcher: Launcher, user: str, found: str) -> None:
+    """At "/" when there is no home, or the user may not enter it."""
+    launcher.create("sb-a")
+    assert (await attack(launcher, "sb-a", "cat", "mark", user=user)) == found
+    below = "errno 2" if found == "home" else "below"
+    assert (await attack(launcher, "sb-a", "cat", "mark", user=user, cwd=b"sub")) == below
+    client = await LinkClient.connect_unix(launcher.socket_path("sb-a"))
+    try:
+        stream = await client.open("fs.read", {"path": b"mark", "offset": 0, "length": None, "user": user})
+        assert [item.data async for item in stream if isinstance(item, Data)] == [found.encode()]
+    finally:
+        await client.close()
 
 
 async def test_writes_of_one_sandbox_are_not_anothers(launcher: Launcher) -> None:
@@ -242,9 +260,9 @@ async def test_groups_are_made_for_the_first_command(launcher: Launcher) -> None
     if launcher.call("status")["cgroup"] == "v2":
         pytest.skip("cgroup v2 has one group for all")
     assert launcher.call("usage", sandbox="sb-a")["usage"]["memory"] == 0
-    before = set(Path("/sys/fs/cgroup/memory/dsec-rttest").glob("s*"))
+    before = set(Path(f"/sys/fs/cgroup/memory/dsec-{NAME}").glob("s*"))
     assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
-    [made] = set(Path("/sys/fs/cgroup/memory/dsec-rttest").glob("s*")) - before
+    [made] = set(Path(f"/sys/fs/cgroup/memory/dsec-{NAME}").glob("s*")) - before
     assert (made / "memory.limit_in_bytes").read_text().strip() == str(256 * MIB)
     assert (await attack(launcher, "sb-a", "cat", "/hidden")) == "of the base"
 
@@ -279,7 +297,7 @@ async def test_groups_that_a_launcher_made_and_could_not_hand_over_are_taken(sta
     first.process.kill()
     first.close()
     for hierarchy in ("memory", "cpu", "pids"):
-        Path(f"/sys/fs/cgroup/{hierarchy}/dsec-rttest/{slot}").mkdir()
+        Path(f"/sys/fs/cgroup/{hierarchy}/dsec-{NAME}/{slot}").mkdir()
     second = start()
     second.call("keep", keep_with=[KEPT])
     assert int(await attack(second, "sb-idle", "forks")) < 20
@@ -345,7 +363,7 @@ def test_a_damaged_image_is_made_anew(start: Start, uppers: str) -> None:
 def test_a_file_that_is_no_image_is_left_alone(place: Path, images: dict[str, Path]) -> None:
     other = place / "precious"
     other.write_bytes(b"mine" * 300_000)
-    launcher = Launcher(runtime_path(), place / "run", f"btrfs:{other}:{64 * MIB}", "rttest")
+    launcher = Launcher(runtime_path(), place / "run", f"btrfs:{other}:{64 * MIB}", NAME)
     assert launcher.process.wait(DEADLINE) == 1
     launcher.socket.close()
     assert other.read_bytes() == b"mine" * 300_000
@@ -362,6 +380,6 @@ def test_a_killed_launcher_leaves_only_sandboxes(start: Start, place: Path) -> N
     assert second.call("sweep", keep=[])["removed"]["sandboxes"] == 1
     assert not alive(pid)
     names = {name.split(".")[1] for name in os.listdir(place / "run/sb") if name.startswith(".s")}
-    groups = {path.name for path in Path("/sys/fs/cgroup").glob("*/dsec-rttest/s*")}
+    groups = {path.name for path in Path("/sys/fs/cgroup").glob(f"*/dsec-{NAME}/s*")}
     second.call("status")
     assert names <= groups, "every socket left is of a slot of the new launcher's pool"

@@ -35,7 +35,7 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
         return Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's")));
     }
     let user = user(params, birth)?;
-    let path = |name: &str| path(params, name, birth);
+    let path = |name: &str| path(params, name, birth, &user);
     let flag = |name: &str, default| params.get(name).and_then(Value::bool).unwrap_or(default);
     let _acting = Acting::new(&user)?;
     match method {
@@ -65,18 +65,35 @@ pub fn user(params: Value, birth: &Birth) -> Result<User, Fault> {
     users::look_up(if wanted.is_empty() { "root" } else { wanted })
 }
 
-/// A path, absolute or seen from the sandbox's working directory.
-pub fn path(params: Value, name: &str, birth: &Birth) -> Result<CString, Fault> {
+/// A path, absolute or seen from where a command of this user, as whom we act already, starts.
+pub fn path(params: Value, name: &str, birth: &Birth, user: &User) -> Result<CString, Fault> {
     let bytes =
         params.get(name).and_then(Value::bytes).ok_or_else(|| Fault::invalid(format!("{name} must be bytes")))?;
     if bytes.is_empty() {
         return Err(Fault::new("file_not_found", format!("{name} is empty")));
     }
-    let base = if bytes.starts_with(b"/") { "" } else { &birth.workdir };
-    let whole = [base.as_bytes(), b"/", bytes].concat();
-    cstring(&whole[usize::from(base.is_empty() && bytes.starts_with(b"/"))..]).map_err(|_| {
+    let whole = match bytes.starts_with(b"/") {
+        true => bytes.to_vec(),
+        false => [start(birth, user), b"/", bytes].concat(),
+    };
+    cstring(&whole).map_err(|_| {
         Fault::new("file_invalid", format!("{name} {:?} has a NUL byte in it", String::from_utf8_lossy(bytes)))
     })
+}
+
+/// The working directory of the sandbox, else the user's home if it can be entered, else "/" (which is nothing, before a slash).
+fn start<'a>(birth: &'a Birth, user: &'a User) -> &'a [u8] {
+    if !birth.workdir.is_empty() {
+        return birth.workdir.as_bytes();
+    }
+    let flags = libc::O_PATH | libc::O_DIRECTORY;
+    let inside = cstring(&[&user.home, &b"/."[..]].concat());
+    let entered = inside.is_ok_and(|path| os::open(libc::AT_FDCWD, &path, flags, 0, SAFE).is_ok());
+    if entered && user.home.starts_with(b"/") {
+        &user.home
+    } else {
+        b""
+    }
 }
 
 fn number(params: Value, name: &str) -> Result<Option<u64>, Fault> {

@@ -53,6 +53,8 @@ pub struct Plan {
     programs: Strings,
     /// Where to start: the first of these that can be entered.
     cwds: Strings,
+    /// Where to go from there, if anywhere.
+    onwards: Strings,
     limits: Limits,
     /// A shell line that is too long to be an argument.
     script: Option<Fd>,
@@ -80,6 +82,7 @@ impl Plan {
             env: Strings::default(),
             programs: Strings::default(),
             cwds: Strings::default(),
+            onwards: Strings::default(),
             limits: Limits::new(params)?,
             script: None,
         };
@@ -149,13 +152,17 @@ impl Plan {
     }
 
     fn directories(&mut self, params: Value, birth: &Birth) -> Result<(), Fault> {
-        let asked = params.get("cwd").and_then(Value::bytes).unwrap_or(birth.workdir.as_bytes());
-        if asked.is_empty() {
-            let home = self.user.home.clone();
-            self.cwds.push(&[if home.is_empty() { b"/" } else { &home }]);
-            self.cwds.push(&[b"/"]);
-        } else if !self.cwds.push(&[if asked.starts_with(b"/") { "" } else { &birth.workdir }.as_bytes(), b"/", asked])
-        {
+        let asked = params.get("cwd").and_then(Value::bytes).unwrap_or_default();
+        if !asked.starts_with(b"/") {
+            let home = Some(self.user.home.as_slice()).filter(|home| home.starts_with(b"/"));
+            let starts =
+                if birth.workdir.is_empty() { [home, Some(b"/")] } else { [Some(birth.workdir.as_bytes()), None] };
+            for start in starts.into_iter().flatten() {
+                self.cwds.push(&[start]);
+            }
+        }
+        let place = if asked.starts_with(b"/") { &mut self.cwds } else { &mut self.onwards };
+        if !asked.is_empty() && !place.push(&[asked]) {
             return Err(Fault::invalid("cwd has a NUL byte in it"));
         }
         Ok(())
@@ -393,7 +400,7 @@ pub fn explain(report: &[u8; REPORT], plan_name: &[u8], cwd: &[u8], user: &str) 
 
 impl Plan {
     pub fn cwd(&self) -> &[u8] {
-        self.cwds.get(0)
+        if self.onwards.starts.is_empty() { &self.cwds } else { &self.onwards }.get(0)
     }
 
     pub fn user_name(&self) -> String {
@@ -406,6 +413,7 @@ impl Plan {
         let env = self.env.pointers();
         let programs = self.programs.pointers();
         let cwds = self.cwds.pointers();
+        let onwards = self.onwards.pointers()[0];
         let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
         arguments.exit_signal = libc::SIGCHLD as u64;
         let group = match setting.cgroup2 {
@@ -422,7 +430,8 @@ impl Plan {
         // SAFETY: aether has one thread; the child runs on a copy of the memory and calls nothing but the kernel.
         let pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, std::mem::size_of_val(&arguments)) };
         if pid == 0 {
-            let child = Child { plan: self, setting, ends, argv: &argv, env: &env, programs: &programs, cwds: &cwds };
+            let (argv, env, programs, cwds) = (&argv, &env, &programs, &cwds);
+            let child = Child { plan: self, setting, ends, argv, env, programs, cwds, onwards };
             unsafe { child.run() }
         }
         let failure = errno();
@@ -446,6 +455,7 @@ struct Child<'a> {
     env: &'a [*const c_char],
     programs: &'a [*const c_char],
     cwds: &'a [*const c_char],
+    onwards: *const c_char,
 }
 
 const STATUS: i32 = 3;
@@ -530,6 +540,9 @@ impl Child<'_> {
         let mut first = 0;
         for path in self.cwds.iter().take_while(|path| !path.is_null()) {
             if unsafe { libc::syscall(libc::SYS_chdir, *path) } == 0 {
+                if !self.onwards.is_null() {
+                    self.must(Stage::Cwd, unsafe { libc::syscall(libc::SYS_chdir, self.onwards) });
+                }
                 return;
             }
             if first == 0 {

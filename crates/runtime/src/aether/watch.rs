@@ -152,10 +152,10 @@ impl Watches {
     /// Begins `fs.watch`.
     pub fn request(&self, params: Value, birth: &Birth, epoll: &Epoll) -> Result<Box<dyn Job>, Fault> {
         let user = files::user(params, birth)?;
-        let path = files::path(params, "path", birth)?;
+        let _acting = Acting::new(&user)?;
+        let path = files::path(params, "path", birth, &user)?;
         let recursive = params.get("recursive").and_then(Value::bool).unwrap_or(false);
         let fault = |errno| Fault::file(errno, path.to_bytes());
-        let _acting = Acting::new(&user)?;
         let (dir, name) = match os::open(libc::AT_FDCWD, &path, libc::O_PATH | libc::O_DIRECTORY, 0, SAFE) {
             Ok(dir) => (dir, c".".to_owned()),
             Err(libc::ENOTDIR) => {
