@@ -244,6 +244,10 @@ class Process:
         """No more bytes: the command reads end-of-file."""
         portal.run(self._inner.close_stdin())
 
+    def resize(self, cols: int, rows: int) -> None:
+        """The size of its terminal (`start` with `pty`) from now on, each 1 to 4096. What runs in front gets SIGWINCH."""
+        portal.run(self._inner.resize(cols, rows))
+
     def signal(self, name: str | int) -> None:
         """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree.
 
@@ -489,6 +493,7 @@ class Sandbox:
         self,
         argv_or_line: str | Sequence[str | bytes],
         *,
+        pty: PtySize | None = None,
         stdin: bool = False,
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
@@ -502,12 +507,14 @@ class Sandbox:
     ) -> Process:
         """Starts a command (a string is a shell line) and returns at once; stdin=True keeps a pipe open for `process.write`.
 
+        pty gives it a terminal of that size, which is its stdin (open for `process.write`), stdout and stderr.
         It is detached: it has no deadline unless given, and by itself it does not keep an idle sandbox alive.
         """
         return Process._of(
             portal.run(
                 self._inner.start(
                     argv_or_line,
+                    pty=pty,
                     stdin=stdin,
                     cwd=cwd,
                     env=env,

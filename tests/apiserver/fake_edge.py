@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import tarfile
+import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -37,6 +40,7 @@ from dsec.protocol.specs import (
     Limits,
     Network,
     ProcessInfo,
+    PtySize,
     Reason,
     SandboxInfo,
     State,
@@ -97,6 +101,11 @@ class CreateMany(msgspec.Struct):
     timeout: float
 
 
+class Resize(msgspec.Struct):
+    cols: int
+    rows: int
+
+
 class Listing(msgspec.Struct):
     labels: dict[str, str] = {}
     states: list[State] | None = None
@@ -113,11 +122,15 @@ class Command:
         self.changed = asyncio.Condition()
         self.started_at = time.time()
         self.fed = {"": len(spec.stdin or b"")}
+        self.terminal = Terminal(spec.pty) if spec.pty is not None else None
 
     async def run(self, incarnation: int, cwd: Path) -> None:
         spec, started = self.spec, time.monotonic()
         argv = list(spec.argv) or [b"/bin/sh", b"-c", spec.line or b""]
         pipe = asyncio.subprocess.PIPE
+        if self.terminal is not None:
+            await self._run_in_terminal(self.terminal, argv, incarnation, cwd)
+            return
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *argv, stdin=pipe if spec.stdin_open or spec.stdin else asyncio.subprocess.DEVNULL, stdout=pipe,
@@ -149,6 +162,26 @@ class Command:
             exec_id=spec.exec_id, exit_code=code if code >= 0 else 128 - code,
             signal=None if code >= 0 else signal.Signals(-code).name.removeprefix("SIG"), stdout_bytes=sizes[0],
             stderr_bytes=sizes[1], timed_out=timed_out, duration_s=time.monotonic() - started, incarnation=incarnation,
+        )  # fmt: skip
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _run_in_terminal(self, terminal: Terminal, argv: list[bytes], incarnation: int, cwd: Path) -> None:
+        spec, end = self.spec, terminal.slave
+        self.process = await asyncio.create_subprocess_exec(
+            *argv, stdin=end, stdout=end, stderr=end, cwd=spec.cwd or cwd, env={**os.environ, **spec.env},
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(end)
+        while data := await terminal.read():
+            self.output.append((1, data))
+            async with self.changed:
+                self.changed.notify_all()
+        code = await self.process.wait()
+        self.done = ExecDone(
+            exec_id=spec.exec_id, exit_code=code if code >= 0 else 128 - code, incarnation=incarnation,
+            signal=None if code >= 0 else signal.Signals(-code).name.removeprefix("SIG"),
+            stdout_bytes=sum(len(data) for _, data in self.output),
         )  # fmt: skip
         async with self.changed:
             self.changed.notify_all()
@@ -187,6 +220,47 @@ class Command:
                 return self.done
             async with self.changed:
                 await self.changed.wait_for(lambda seen=index: self.done is not None or seen < len(self.output))
+
+
+class Terminal:
+    """A pseudo-terminal of this machine."""
+
+    def __init__(self, size: PtySize) -> None:
+        self.master, self.slave = os.openpty()
+        os.set_blocking(self.master, False)
+        self.sizes: list[PtySize] = []
+        self.resize(size)
+
+    def resize(self, size: PtySize) -> None:
+        self.sizes.append(size)
+        termios.tcsetwinsize(self.master, (size.rows, size.cols))
+
+    async def read(self) -> bytes:
+        """Empty when nobody holds the other end any more."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return os.read(self.master, 65536)
+            except BlockingIOError:
+                await self._ready(loop.add_reader, loop.remove_reader)
+            except OSError:
+                return b""
+
+    async def write(self, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        while data:
+            try:
+                data = data[os.write(self.master, data) :]
+            except BlockingIOError:
+                await self._ready(loop.add_writer, loop.remove_writer)
+
+    async def _ready(self, add: Callable[..., None], remove: Callable[[int], object]) -> None:
+        ready = asyncio.Event()
+        add(self.master, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(self.master)
 
 
 class Box:
@@ -476,15 +550,18 @@ class FakeEdge:
 
     async def exec_write(self, call: Call) -> object:
         command, params = self._command(call)
-        stdin = (await command.started()).stdin
+        stdin: Terminal | asyncio.StreamWriter | None = command.terminal or (await command.started()).stdin
         taken = command.fed.get(params.writer, 0)
         if params.offset is not None and params.offset > taken:
             raise Fault(ErrorKind.CONFLICT, f"bytes from {taken} on are missing")
         rest = params.data[taken - params.offset :] if params.offset is not None else params.data
         if rest:
-            if stdin is None or stdin.is_closing():
+            if stdin is None or (stdin.is_closing() if isinstance(stdin, asyncio.StreamWriter) else command.done):
                 raise Fault(ErrorKind.CONFLICT, "stdin is closed")
             command.fed[params.writer] = taken + len(rest)
+            if isinstance(stdin, Terminal):
+                await stdin.write(rest)
+                return {"accepted": taken + len(rest), "open": True}
             with contextlib.suppress(ConnectionError):
                 stdin.write(rest)
                 await stdin.drain()
@@ -494,6 +571,14 @@ class FakeEdge:
         command, _ = self._command(call)
         if command.process is not None and command.process.stdin is not None:
             command.process.stdin.close()
+        return {}
+
+    async def exec_resize(self, call: Call) -> object:
+        command, _ = self._command(call)
+        if command.terminal is None or command.done is not None:
+            raise Fault(ErrorKind.CONFLICT, f"command {command.spec.exec_id} has no terminal, or has ended")
+        size = call.params(Resize)
+        command.terminal.resize(PtySize(size.cols, size.rows))
         return {}
 
     async def exec_poll(self, call: Call) -> object:
@@ -512,6 +597,7 @@ class FakeEdge:
                 running=command.done is None, started_at=command.started_at, detached=command.spec.detached,
                 pid=command.process.pid if command.process else 0,
                 exit_code=command.done.exit_code if command.done else None,
+                stdout_bytes=sum(len(data) for channel, data in command.output if channel == 1),
             )
             for command in self._box(call.params(Target)).commands.values()
         ]  # fmt: skip

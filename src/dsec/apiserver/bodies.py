@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
-from dsec.protocol.specs import DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
+from dsec.protocol.specs import Cells, DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
 T = TypeVar("T")
 MAX_BURST = 100_000
@@ -63,6 +63,10 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.max_output_bytes < 0:
             raise Fault(
                 ErrorKind.INVALID, f"max_output_bytes={self.max_output_bytes} is negative", hint="0 keeps nothing"
+            )
+        if self.pty is not None and self.session is not None:
+            raise Fault(
+                ErrorKind.INVALID, "pty and session exclude each other", hint="run the command outside a session"
             )
         if isinstance(self.command, str):
             params["line"] = self.command.encode()
@@ -141,6 +145,13 @@ class SignalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A signal by name (`TERM` or `SIGTERM`) or number, to the command's process group; KILL ends its whole tree."""
 
     signal: str | Whole
+
+
+class ResizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The terminal's size from now on, in characters, each 1 to 4096."""
+
+    cols: Cells  # required, both: half a size is a mistake
+    rows: Cells
 
 
 class StopManyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

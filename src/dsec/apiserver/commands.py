@@ -21,7 +21,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
 from dsec.protocol.specs import ExecDone, ExecReply, ProcessInfo
 
-from .bodies import MAX_WAIT_S, Done, ErrorReply, ExecRequest, SignalRequest, Started, checked_exec_id
+from .bodies import MAX_WAIT_S, Done, ErrorReply, ExecRequest, ResizeRequest, SignalRequest, Started, checked_exec_id
 from .exchange import INCARNATION, MAX_JSON, Exchange, encode, error_body
 from .feeding import PIECE, Fed, feed, send_ahead, split_stdin, write
 
@@ -92,6 +92,13 @@ async def send_signal(x: Exchange) -> Response:
     asked = await x.json(SignalRequest)
     link, params, incarnation = await x.target()
     await link.call("exec.signal", {**params, "exec_id": _exec_id(x), "signal": signal_number(asked.signal)})
+    return x.reply(Done(), incarnation=incarnation)
+
+
+async def resize(x: Exchange) -> Response:
+    asked = await x.json(ResizeRequest)
+    link, params, incarnation = await x.target()
+    await link.call("exec.resize", {**params, "exec_id": _exec_id(x), "cols": asked.cols, "rows": asked.rows})
     return x.reply(Done(), incarnation=incarnation)
 
 

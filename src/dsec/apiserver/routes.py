@@ -114,6 +114,8 @@ OPERATIONS: tuple[Operation, ...] = (
                       Param("output", "boolean", "false: only whether it has ended, at once"))),
     Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/signal", commands.send_signal, "Signal a command",
               bodies.SignalRequest, bodies.Done),
+    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/resize", commands.resize, "Change the size of a command's terminal",
+              bodies.ResizeRequest, bodies.Done),
     Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/stdin", commands.stdin, "Append to a command's stdin", BYTES, Fed,
               params=(Param("close", "boolean", "close it after these bytes"),
                       Param("offset", "integer", "bytes of this writer before these; what was taken before is not taken again"),

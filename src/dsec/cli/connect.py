@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dsec.cli.failure import CliFailure, ExitCode, not_running
+from dsec.cli.failure import CliFailure, not_running
 
 if TYPE_CHECKING:
     from dsec import DSecClient
@@ -27,27 +27,30 @@ def make_client(endpoint: Endpoint | None = None) -> DSecClient:
 
 
 def with_client(work: Callable[[DSecClient], Awaitable[T]], *, endpoint: Endpoint | None = None) -> T:
-    """Open a client, do the work, close it. SIGTERM ends the work as Ctrl-C does, so that clean-up runs."""
+    """Open a client, do the work, close it. SIGTERM, and SIGHUP unless it is ignored, end the work as Ctrl-C does, so that
+    clean-up runs."""
     return asyncio.run(_guarded(work, endpoint))
 
 
 async def _guarded(work: Callable[[DSecClient], Awaitable[T]], endpoint: Endpoint | None) -> T:
-    terminated = False
+    terminated = 0
     task = asyncio.current_task()
     assert task is not None
 
-    def on_terminate() -> None:
+    def on_terminate(number: int) -> None:
         nonlocal terminated
-        terminated = True
+        terminated = number
         task.cancel()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            asyncio.get_running_loop().add_signal_handler(number, on_terminate, number)
     try:
         async with make_client(endpoint) as client:
             return await work(client)
     except asyncio.CancelledError:
         if terminated:
-            raise CliFailure("terminated", code=ExitCode.TERMINATED) from None
+            raise CliFailure("terminated", code=128 + terminated) from None
         raise
 
 

@@ -16,11 +16,15 @@ Workdir = Annotated[str | None, typer.Option("--workdir", "-w", metavar="PATH", 
 Timeout = Annotated[
     float | None,
     typer.Option(
-        "--timeout", "-t", metavar="SECONDS", help="Kill the command's whole tree after that (exit code 137).", min=0
+        "--timeout", metavar="SECONDS", help="Kill the command's whole tree after that (exit code 137).", min=0
     ),
 ]
 MaxOutput = Annotated[
     int, typer.Option("--max-output", metavar="MB", help="Of each stream; the rest is cut and said so.", min=0)
+]
+Interactive = Annotated[bool, typer.Option("--interactive", "-i", help="Keep stdin open, whatever ours is.")]
+Tty = Annotated[
+    bool, typer.Option("--tty", "-t", help="Run it in a terminal of the size of ours; with -i, ours is its own.")
 ]
 Command = Annotated[
     list[str] | None,

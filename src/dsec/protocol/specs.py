@@ -13,6 +13,7 @@ import msgspec
 Whole = Annotated[
     int, msgspec.Meta(ge=-(2**53), le=2**53)
 ]  # what every JSON reader holds exactly; ranges proper are checked later
+Cells = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # columns or rows of a terminal
 
 
 class State(str, Enum):
@@ -160,8 +161,8 @@ class ExecLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 class PtySize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A terminal's size in characters, each 1 to 4096."""
 
-    cols: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 80
-    rows: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 24
+    cols: Cells = 80
+    rows: Cells = 24
 
 
 class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):

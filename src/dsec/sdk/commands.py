@@ -11,7 +11,7 @@ import msgspec
 from blake3 import blake3
 
 from dsec.protocol.ids import new_exec_id, step_exec_id
-from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec
+from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec, PtySize
 
 from .errors import InvalidRequest
 from .results import ExecResult, exec_result
@@ -41,6 +41,16 @@ def seconds(name: str, value: float | None, *, low: float) -> None:
         raise InvalidRequest(f"{name}={value} is not a number of seconds", hint="None means no limit")
 
 
+def cells(size: PtySize) -> PtySize:
+    """InvalidRequest for what is no size of a terminal."""
+    for name, value in (("cols", size.cols), ("rows", size.rows)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 4096:
+            raise InvalidRequest(
+                f"{name}={value!r} is not between 1 and 4096", hint="the size of a terminal, in characters"
+            )
+    return size
+
+
 def source_of(stdin: Stdin) -> bytes | AsyncIterable[bytes] | None:
     if isinstance(stdin, str):
         return stdin.encode()
@@ -67,12 +77,15 @@ def body_of(
     step: int | None = None,
     stdin_open: bool = False,
     session: str | None = None,
+    pty: PtySize | None = None,
 ) -> ExecBody:
     """The request for a shell line (bytes) or an argv. Of a long stdin it carries the beginning."""
     seconds("timeout", timeout, low=0)
     seconds("idle_timeout", idle_timeout, low=0)
     if not isinstance(command, bytes) and (isinstance(command, str) or not command):
         raise InvalidRequest(f"argv is {command!r}, not a list of a program and its arguments")
+    if pty is not None:
+        cells(pty)
     source = source_of(stdin)
     inline = source[:INLINE] if isinstance(source, bytes) else None
     return ExecBody(
@@ -92,6 +105,7 @@ def body_of(
         step=step,
         stdin_digest=blake3(source).hexdigest() if step is not None and isinstance(source, bytes) else "",
         session=session,
+        pty=pty,
         wait_s=WAIT_S,
     )
 

@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 
 from dsec.protocol.errors import ErrorBody
-from dsec.protocol.specs import ExecDone, ExecReply
+from dsec.protocol.specs import ExecDone, ExecReply, PtySize
 
-from .commands import rest
+from .commands import cells, rest
 from .errors import ConnectionLost, from_body
 from .results import Event, ExecResult, Exit, Stderr, Stdout, exec_result
 from .stdin import Feeder
@@ -104,6 +104,11 @@ class Process:
     async def close_stdin(self) -> None:
         """No more bytes: the command reads end-of-file."""
         await self._stdin.close()
+
+    async def resize(self, cols: int, rows: int) -> None:
+        """The size of its terminal (`start` with `pty`) from now on, each 1 to 4096. What runs in front gets SIGWINCH."""
+        body = encode(cells(PtySize(cols, rows)))
+        await self._transport.request("POST", f"{self._path}/resize", body=body, target=self._target)
 
     async def signal(self, name: str | int) -> None:
         """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree.

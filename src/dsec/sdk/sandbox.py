@@ -16,6 +16,7 @@ from dsec.protocol.specs import (
     ExecLimits,
     Network,
     ProcessInfo,
+    PtySize,
     SandboxInfo,
     SessionInfo,
     SessionSpec,
@@ -156,6 +157,7 @@ class Sandbox:
         self,
         argv_or_line: str | Sequence[str | bytes],
         *,
+        pty: PtySize | None = None,
         stdin: bool = False,
         cwd: str | bytes | None = None,
         env: Mapping[str, str] | None = None,
@@ -169,13 +171,14 @@ class Sandbox:
     ) -> Process:
         """Starts a command (a string is a shell line) and returns at once; stdin=True keeps a pipe open for `process.write`.
 
+        pty gives it a terminal of that size, which is its stdin (open for `process.write`), stdout and stderr.
         It is detached: it has no deadline unless given, and by itself it does not keep an idle sandbox alive.
         """
         command = text_or_bytes(argv_or_line) if isinstance(argv_or_line, str) else argv_or_line
         body = body_of(
             command, cwd=cwd, env=env, user=user, stdin=None, timeout=timeout, idle_timeout=idle_timeout,
             max_output_bytes=max_output_bytes, merge_stderr=merge_stderr, exec_id=exec_id,
-            limits=limits, stdin_open=stdin,
+            limits=limits, stdin_open=stdin or pty is not None, pty=pty,
         )  # fmt: skip
         path = f"{self._path}/processes"
         started = await self._transport.call("POST", path, Started, body=encode(body), target=self._target)
