@@ -17,6 +17,7 @@ use crate::birth::Birth;
 use crate::msgpack::{Pack, Value};
 use session::Session;
 use std::collections::{BTreeMap, VecDeque};
+use std::hash::{Hash, Hasher};
 
 /// After the main process ended, output is awaited while it comes, but not for longer than this.
 const DRAIN: f64 = 0.2;
@@ -24,6 +25,8 @@ const DRAIN: f64 = 0.2;
 const QUIET: f64 = 0.05;
 /// Ended commands kept for those who come back for the result: number, bytes in files, bytes in memory.
 const KEPT: (usize, u64, usize) = (256, 64 << 20, 2 << 20);
+/// Ids of ended commands that are remembered longer, so that none of them is run a second time by who asks late.
+const REMEMBERED: usize = 8192;
 /// Bytes queued for a command's stdin before a writer has to wait.
 const STDIN_QUEUE: usize = 1 << 20;
 /// A command that writes more than it may keep is read at this pace, so that it cannot keep aether busy.
@@ -112,6 +115,8 @@ pub struct Chronus {
     pub setting: Setting,
     spill: i32,
     commands: BTreeMap<u32, Box<Command>>,
+    /// Digests of the ids of commands that were forgotten.
+    forgotten: VecDeque<u64>,
     pipes: BTreeMap<u32, Pipe>,
     /// By the number of their shells, which are counted with the commands.
     sessions: BTreeMap<u32, Box<Session>>,
@@ -145,6 +150,12 @@ pub fn exec_id(params: Value<'_>) -> Result<&str, Fault> {
     };
     let id = params.get("exec_id").and_then(Value::str).filter(fits);
     id.ok_or_else(|| Fault::invalid("exec_id must be 1 to 64 characters of A-Z a-z 0-9 . _ : -"))
+}
+
+fn digest(exec_id: &str) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    exec_id.hash(&mut hasher);
+    hasher.finish()
 }
 
 fn unknown(exec_id: &str) -> Fault {
@@ -192,6 +203,7 @@ impl Chronus {
             setting,
             spill,
             commands,
+            forgotten: VecDeque::new(),
             pipes,
             sessions: BTreeMap::new(),
             paused: Vec::new(),
@@ -212,6 +224,15 @@ impl Chronus {
         let mut started = self.commands.iter().rev().filter(|(_, command)| !matches!(command.state, State::Failed(_)));
         let found = started.find(|(_, command)| command.exec_id == exec_id);
         found.map(|(number, _)| *number).ok_or_else(|| unknown(exec_id))
+    }
+
+    /// The command that `exec` names, if it was started before. A fault when it was, and is not there any more.
+    pub fn started(&self, exec_id: &str) -> Result<Option<u32>, Fault> {
+        match self.find(exec_id) {
+            Ok(command) => Ok(Some(command)),
+            Err(fault) if self.forgotten.contains(&digest(exec_id)) => Err(fault),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Starts the command that `exec` asks for; its number.
@@ -482,7 +503,12 @@ impl Chronus {
                 dropped.push(*number);
             }
         }
-        dropped.iter().for_each(|number| drop(self.commands.remove(number)));
+        for command in dropped.iter().filter_map(|number| self.commands.remove(number)) {
+            if matches!(command.state, State::Done) {
+                self.forgotten.push_back(digest(&command.exec_id));
+            }
+        }
+        self.forgotten.drain(..self.forgotten.len().saturating_sub(REMEMBERED));
     }
 
     // -- stdin --

@@ -520,9 +520,9 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
             nothing()
         }
         "exec" => {
-            let (command, feeds) = match chronus.find(number()?) {
-                Ok(command) => (command, false),
-                Err(_) => match params.get("session").map(chronus::session::name) {
+            let (command, feeds) = match chronus.started(number()?)? {
+                Some(command) => (command, false),
+                None => match params.get("session").map(chronus::session::name) {
                     Some(name) => (chronus.session_exec(name?, params, epoll)?, true),
                     None => (chronus.start(params, epoll)?, true),
                 },

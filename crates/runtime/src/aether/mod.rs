@@ -167,7 +167,10 @@ impl Aether {
         }
         let timeout = match more || self.unreaped {
             true => Some(0.0),
-            false => self.chronus.next_tick().map(|at| at - os::now()),
+            false => {
+                let ticks = [self.chronus.next_tick(), self.watches.next_tick()].into_iter().flatten();
+                ticks.min_by(f64::total_cmp).map(|at| at - os::now())
+            }
         };
         if timeout.is_none() && self.conns.iter().all(Conn::is_quiet) {
             self.scratch.release();
@@ -181,6 +184,7 @@ impl Aether {
             self.ended = true;
             self.unreaped = self.chronus.reap(&mut self.scratch);
         }
+        self.watches.tick(&self.epoll);
         if self.chronus.tick(&self.epoll) {
             let conns = &self.conns;
             self.chronus.forget(&|number| conns.iter().any(|conn| conn.follows(number)));
@@ -200,7 +204,7 @@ impl Aether {
             token::SCRIPT if events & libc::EPOLLERR != 0 => self.chronus.script_gone(number),
             token::SCRIPT => self.chronus.push_script(number, &self.epoll),
             token::PORT => self.ports.on_event(number, events),
-            token::WATCH => self.watches.on_event(),
+            token::WATCH => self.watches.on_event(&self.epoll),
             _ => {
                 let _ = os::read(self.signals.0, &mut [0; 128]);
                 self.unreaped = true;

@@ -30,9 +30,10 @@ const CREDIT_STEP: u32 = 32 * 1024;
 /// Attempts to connect before the kernel gives up: 7 seconds, when a listener's queue is full.
 const SYN_RETRIES: i32 = 2;
 
-const READABLE: i32 = libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR;
+const READABLE: i32 = libc::EPOLLIN | libc::EPOLLPRI | libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR;
 const WRITABLE: i32 = libc::EPOLLOUT | libc::EPOLLHUP | libc::EPOLLERR;
-const FINISHED: i32 = libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR;
+/// A short read does not mean that there is no more: an end is behind it, or urgent bytes, before which the kernel stops.
+const BEHIND: i32 = libc::EPOLLPRI | libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR;
 
 /// A connection from inside that was accepted and waits to be taken.
 struct Waiting {
@@ -160,6 +161,7 @@ fn unconnected(errno: Errno, port: u16) -> Fault {
         libc::ETIMEDOUT => Fault::new("timeout", format!("port {port} inside the sandbox did not answer"))
             .retryable()
             .hint("its server does not accept connections"),
+        libc::ECONNRESET | libc::EPIPE => reset(),
         libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM | libc::EADDRNOTAVAIL | libc::EAGAIN => {
             full(format!("cannot connect to port {port}: {}", describe(errno)))
         }
@@ -445,7 +447,7 @@ impl Duplex {
                 self.eof = true;
                 sink.end();
             }
-            Ok(size) if (size as usize) < room && !self.socket.is(FINISHED) => {
+            Ok(size) if (size as usize) < room && !self.socket.is(BEHIND) => {
                 // A short read emptied the socket, and an end that came meanwhile is another event. Servers that write an
                 // answer in two parts wait for an acknowledgement in between, which the kernel would put off for 40 ms.
                 let _ = option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 1);

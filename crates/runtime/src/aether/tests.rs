@@ -2,6 +2,7 @@
 
 mod ports;
 mod sessions;
+mod watches;
 
 use super::*;
 use crate::birth::Birth;
@@ -141,6 +142,17 @@ impl Inside {
             assert!(std::time::Instant::now() < until, "no {name} in time");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Does something while aether stands still, so that it finds all of it at once.
+    fn stopped<T>(&self, act: impl FnOnce() -> T) -> T {
+        unsafe { libc::kill(self.aether, libc::SIGSTOP) };
+        while !std::fs::read_to_string(format!("/proc/{}/stat", self.aether)).expect("stat").contains(") T ") {
+            std::thread::yield_now();
+        }
+        let done = act();
+        unsafe { libc::kill(self.aether, libc::SIGCONT) };
+        done
     }
 }
 
@@ -1036,4 +1048,22 @@ fn mutated_archives_end_in_errors_at_worst() {
         assert!(result.reply.is_some() || result.error.is_some(), "round {round}");
     }
     assert_eq!(client.shell("rm -rf fuzz; echo alive").streams[1], b"alive\n");
+}
+
+#[test]
+fn a_command_that_was_forgotten_is_not_run_again() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let marks = inside.path("marks");
+    let line = format!("printf x >> {}", marks.display());
+    let once = |client: &mut Client| {
+        let fields = Fields::default().with("exec_id", Pack::default().str("once"));
+        client.call("exec", fields.with("line", Pack::default().bin(line.as_bytes())).into())
+    };
+    assert_eq!(once(&mut client).number("exit_code"), 0);
+    for _ in 0..300 {
+        assert_eq!(client.shell("").number("exit_code"), 0);
+    }
+    assert_eq!(once(&mut client).fault().0, "not_found");
+    assert_eq!(std::fs::read(marks).expect("marks"), b"x");
 }

@@ -27,7 +27,10 @@ const MAX_KNOWN: usize = 1 << 13;
 /// Directories with longer paths are not looked into.
 const MAX_PATH: usize = 1024;
 const BUFFER: usize = 32 * 1024;
-const READS_A_TURN: usize = 8;
+/// Events are looked at for so long (microseconds), and, when there are more, again after a pause (seconds): a move of a
+/// directory is a look at all that is watched, and who moves in a loop must keep aether neither from others nor busy.
+const PIECE_US: u64 = 2_000;
+const PAUSE: f64 = 0.004;
 /// The two halves of a move come microseconds apart: how many looks the second half gets.
 const PATIENCE: u32 = 3;
 
@@ -133,8 +136,11 @@ struct Table {
     next: u32,
     watchers: BTreeMap<u32, Watcher>,
     spots: BTreeMap<i32, Vec<Spot>>,
-    /// Bytes of events so far.
+    /// Bytes of events so far, and those that were read and not looked at yet.
     passed: u64,
+    unseen: Vec<u8>,
+    /// When to look again.
+    again: Option<f64>,
 }
 
 /// Everything that is watched; a handle, shared with the jobs.
@@ -190,17 +196,26 @@ impl Watches {
         Ok(Box::new(watch))
     }
 
-    /// Takes in what the kernel has to tell.
-    pub fn on_event(&self) {
+    /// Takes in what the kernel has to tell, some of it.
+    pub fn on_event(&self, epoll: &Epoll) {
         let mut table = self.0.borrow_mut();
-        let mut buffer = [0u64; BUFFER / 8]; // aligned for the kernel's structure
-                                             // SAFETY: any bytes are u8, and the slice covers the buffer exactly.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(buffer.as_mut_ptr().cast::<u8>(), BUFFER) };
-        for _ in 0..READS_A_TURN {
-            let Some(fd) = table.inotify.as_ref().map(Watched::raw) else { return };
-            let Ok(size) = os::read(fd, bytes) else { return };
-            table.passed += size as u64;
-            each_event(&bytes[..size], |event| table.dispatch(&event));
+        let all = table.take_in(crate::sys::now_us() + PIECE_US);
+        let Some(fd) = table.inotify.as_ref().map(Watched::raw) else { return };
+        if all == table.again.is_some() {
+            let events = if all { libc::EPOLLIN } else { 0 };
+            let _ = epoll.watch(fd, events, token::make(token::WATCH, 0));
+        }
+        table.again = (!all).then(|| os::now() + PAUSE);
+    }
+
+    /// When `tick` has something to do, on the clock of `os::now`.
+    pub fn next_tick(&self) -> Option<f64> {
+        self.0.borrow().again
+    }
+
+    pub fn tick(&self, epoll: &Epoll) {
+        if self.next_tick().is_some_and(|at| at <= os::now()) {
+            self.on_event(epoll);
         }
     }
 }
@@ -217,14 +232,13 @@ fn too_many(what: String) -> Fault {
     Fault::new("capacity", what).hint("watch fewer, or end watches that are not needed")
 }
 
-fn each_event(mut bytes: &[u8], mut each: impl FnMut(Event)) {
-    while let Some((head, rest)) = bytes.split_at_checked(16) {
-        let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let Some((name, rest)) = rest.split_at_checked(word(12) as usize) else { return };
-        let name = name.split(|b| *b == 0).next().unwrap_or_default();
-        each(Event { watch: word(0) as i32, mask: word(4), cookie: word(8), name });
-        bytes = rest;
-    }
+/// The first event, and what is behind it.
+fn first_event(bytes: &[u8]) -> Option<(Event<'_>, &[u8])> {
+    let (head, rest) = bytes.split_at_checked(16)?;
+    let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+    let (name, rest) = rest.split_at_checked(word(12) as usize)?;
+    let name = name.split(|b| *b == 0).next().unwrap_or_default();
+    Some((Event { watch: word(0) as i32, mask: word(4), cookie: word(8), name }, rest))
 }
 
 fn is_below(path: &[u8], top: &[u8]) -> bool {
@@ -306,7 +320,28 @@ impl Table {
         if self.watchers.is_empty() {
             self.inotify = None;
             self.spots.clear();
+            (self.unseen, self.again) = (Vec::new(), None);
         }
+    }
+
+    /// Reads events and acts on them until some time (microseconds). False: there may be more.
+    fn take_in(&mut self, until: u64) -> bool {
+        while crate::sys::now_us() < until {
+            let Some(fd) = self.inotify.as_ref().map(Watched::raw) else { return true };
+            if self.unseen.is_empty() && !os::read_onto(fd, &mut self.unseen, BUFFER).is_ok_and(|size| size > 0) {
+                return true;
+            }
+            let bytes = std::mem::take(&mut self.unseen);
+            let mut rest = &bytes[..];
+            while crate::sys::now_us() < until && !rest.is_empty() {
+                let Some((event, behind)) = first_event(rest) else { break };
+                self.dispatch(&event);
+                self.passed += (rest.len() - behind.len()) as u64;
+                rest = behind;
+            }
+            self.unseen.extend_from_slice(rest);
+        }
+        false
     }
 
     fn dispatch(&mut self, event: &Event) {
@@ -386,12 +421,12 @@ impl Table {
         }
     }
 
-    /// Events of now that have not been read yet.
+    /// Bytes of events of now that were not looked at yet.
     fn unread(&self) -> u64 {
         let mut size: libc::c_int = 0;
         let fd = self.inotify.as_ref().map_or(-1, Watched::raw);
         unsafe { libc::ioctl(fd, libc::FIONREAD, &mut size) };
-        size.max(0) as u64
+        size.max(0) as u64 + self.unseen.len() as u64
     }
 }
 
@@ -502,7 +537,7 @@ impl Job for Watch {
             return Ok(Step::More);
         }
         let mut table = self.watches.0.borrow_mut();
-        let passed = table.passed;
+        let (passed, is_all_seen) = (table.passed, table.again.is_none());
         let number = self.number;
         let Some(watcher) = table.watchers.get_mut(&number) else { return Ok(Step::Wait) };
         if watcher.known_until <= passed + 1 {
@@ -522,6 +557,9 @@ impl Job for Watch {
                 return Ok(Step::Done(Pack::default().map(1).str("count").uint(watcher.count).0));
             }
             let Some(moved) = &mut watcher.moved else { return Ok(Step::Wait) };
+            if !is_all_seen {
+                return Ok(Step::Wait); // the second half may be among the rest
+            }
             moved.looks += 1;
             if moved.looks > PATIENCE {
                 table.moved_away(number);

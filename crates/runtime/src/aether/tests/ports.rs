@@ -199,6 +199,47 @@ fn what_a_closing_server_said_arrives_before_the_reset() {
 }
 
 #[test]
+fn bytes_behind_urgent_ones_do_not_wait_for_more() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listener");
+    let stream = client.open("port.connect", at(listener.local_addr().expect("address").port()).into());
+    let (mut server, _) = listener.accept().expect("connection");
+    client.note(stream).expect("connected");
+    inside.stopped(|| {
+        server.write_all(b"before").expect("write");
+        let urgent = unsafe { libc::send(server.as_raw_fd(), c"!".as_ptr().cast(), 1, libc::MSG_OOB) };
+        assert_eq!(urgent, 1);
+        server.write_all(b"behind").expect("write");
+    });
+    let mut heard = Vec::new();
+    while !heard.ends_with(b"behind") {
+        let (kind, _, payload) = client.frame().expect("connection is open");
+        assert_eq!(kind, Kind::Data, "{heard:?}");
+        heard.extend_from_slice(&payload[1..]);
+    }
+    assert_eq!(heard, b"beforebehind");
+}
+
+#[test]
+fn a_server_that_resets_at_once_is_no_fault_of_ours() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listener");
+    assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+    let port = listener.local_addr().expect("address").port();
+    let _first = TcpStream::connect(("127.0.0.1", port)).expect("the one that fills the queue");
+    let stream = client.open("port.connect", at(port).into());
+    assert!(client.call("hello", Pack::default().map(0)).reply.is_some(), "it is on its way, and finds no room");
+    inside.stopped(|| {
+        listener.accept().expect("the first");
+        abrupt(&listener.accept().expect("aether's, when the kernel tries again").0);
+    });
+    let (kind, message) = client.finish(stream).fault();
+    assert_eq!(kind, "connection_lost", "{message}");
+}
+
+#[test]
 fn a_client_that_leaves_resets_the_connection() {
     let inside = Inside::start();
     let mut client = inside.connect(1);
