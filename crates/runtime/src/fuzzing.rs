@@ -85,7 +85,7 @@ mod tests {
     #[test]
     fn the_kept_inputs_of_the_link_decoder() {
         for (path, bytes) in corpus("link") {
-            eprintln!("{}", path.display()); // shown when it fails
+            crate::sys::say(format_args!("{}", path.display())); // shown when it fails
             super::link(&bytes);
         }
     }
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn the_kept_inputs_of_the_unpacker() {
         for (path, bytes) in corpus("tar") {
-            eprintln!("{}", path.display());
+            crate::sys::say(format_args!("{}", path.display()));
             super::untar(&bytes);
         }
     }

@@ -27,7 +27,7 @@ fn main() {
         Some("supervise") => std::process::exit(supervise::main(&args[1..])),
         Some("version") => println!("{}", env!("CARGO_PKG_VERSION")),
         _ => {
-            eprintln!("usage: dsec-runtime launcher|helper|supervise|version ...");
+            sys::say(format_args!("usage: dsec-runtime launcher|helper|supervise|version ..."));
             std::process::exit(2);
         }
     }

@@ -4,7 +4,7 @@
 //! socket of the API open, so that clients wait in its queue while an apiserver is being started, instead of being refused.
 //! Its own death ends nothing; the next `dsec up` starts another one, which watches what it finds alive.
 
-use crate::sys::{self, now_us, process, At, Failure};
+use crate::sys::{self, now_us, process, At, Errno, Failure};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -93,13 +93,13 @@ fn parse(args: &[String]) -> Option<Options> {
 /// Entry point of `dsec-runtime supervise`; returns the exit status.
 pub fn main(args: &[String]) -> i32 {
     let Some(options) = parse(args) else {
-        eprintln!("{USAGE}");
+        sys::say(format_args!("{USAGE}"));
         return 2;
     };
     match Supervisor::start(options) {
         Ok(mut supervisor) => supervisor.run(),
         Err(failure) => {
-            eprintln!("supervisor: {failure}");
+            sys::say(format_args!("supervisor: {failure}"));
             1
         }
     }
@@ -222,7 +222,7 @@ impl Supervisor {
                 self.roles[at].running = Some(running);
             }
             Err(error) => {
-                eprintln!("supervisor: cannot start the {}: {error}", self.roles[at].name);
+                sys::say(format_args!("supervisor: cannot start the {}: {error}", self.roles[at].name));
                 self.again(at, true);
             }
         }
@@ -235,7 +235,7 @@ impl Supervisor {
             .create(true)
             .mode(0o600)
             .open(self.logs.join(format!("{}.log", role.name)))?;
-        let (ours, theirs) = pipe()?;
+        let (ours, theirs) = pipe()?; // what it starts may have its end for longer than it lives
         let mut command = Command::new(&role.words[0]);
         command.args(&role.words[1..]).args(["--ready", &theirs.as_raw_fd().to_string()]);
         if self.lifeline >= 0 {
@@ -267,6 +267,7 @@ impl Supervisor {
         let Some(ready) = &running.ready else { return };
         let mut buffer = [0; 4096];
         match sys::read(ready.as_raw_fd(), &mut buffer) {
+            Err(Errno(libc::EAGAIN)) => {}
             Ok(count) if count > 0 && running.said.len() < buffer.len() => running.said.extend(&buffer[..count]),
             _ => running.ready = None,
         }
@@ -295,7 +296,7 @@ impl Supervisor {
         role.crashed = status != Some(0);
         let unready = running.ready.is_some() || !running.said.is_empty() && running.said != b"ok";
         let at_once = unready || running.started_us + YOUNG_US > now_us();
-        eprintln!("supervisor: the {} ended ({})", role.name, describe(status));
+        sys::say(format_args!("supervisor: the {} ended ({})", role.name, describe(status)));
         if !role.served && self.ready.is_some() {
             return false;
         }
@@ -314,7 +315,7 @@ impl Supervisor {
                 role.name,
                 self.logs.join(format!("{}.log", role.name)).display()
             );
-            eprintln!("supervisor: {text}");
+            sys::say(format_args!("supervisor: {text}"));
             let _ = std::fs::write(self.pids.join("given-up"), text);
             return;
         }
@@ -385,7 +386,7 @@ impl Supervisor {
         let beside = self.pids.join(format!("{role}.new"));
         let written = std::fs::write(&beside, format!("{{\"pid\":{pid},\"start\":{start}}}"));
         if let Err(error) = written.and_then(|()| std::fs::rename(&beside, self.pids.join(role))) {
-            eprintln!("supervisor: cannot record the {role}: {error}");
+            sys::say(format_args!("supervisor: cannot record the {role}: {error}"));
         }
     }
 
@@ -411,11 +412,14 @@ fn inherit(fd: RawFd, yes: bool) -> sys::Result<()> {
     unsafe { crate::sys!(SYS_fcntl, fd, libc::F_SETFD, flags) }.map(drop)
 }
 
+/// Both ends close on exec; the reading one does not block.
 fn pipe() -> std::io::Result<(OwnedFd, OwnedFd)> {
+    let error = |e: Errno| std::io::Error::from_raw_os_error(e.0);
     let mut fds = [0i32; 2];
-    let flags = libc::O_CLOEXEC;
-    unsafe { crate::sys!(SYS_pipe2, fds.as_mut_ptr(), flags) }.map_err(|e| std::io::Error::from_raw_os_error(e.0))?;
-    Ok((sys::own(fds[0] as usize), sys::own(fds[1] as usize)))
+    unsafe { crate::sys!(SYS_pipe2, fds.as_mut_ptr(), libc::O_CLOEXEC) }.map_err(error)?;
+    let (reader, writer) = (sys::own(fds[0] as usize), sys::own(fds[1] as usize));
+    unsafe { crate::sys!(SYS_fcntl, reader.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) }.map_err(error)?;
+    Ok((reader, writer))
 }
 
 /// TERM, INT and HUP, by descriptor.

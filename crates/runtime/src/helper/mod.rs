@@ -20,7 +20,7 @@ pub fn main(args: &[String]) -> i32 {
     match done {
         Ok(()) => 0,
         Err(error) => {
-            eprintln!("{error}");
+            crate::sys::say(format_args!("{error}"));
             1
         }
     }

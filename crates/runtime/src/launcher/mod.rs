@@ -137,7 +137,7 @@ struct Launcher {
 /// Entry point of `dsec-runtime launcher`; returns the exit status.
 pub fn main(args: &[String]) -> i32 {
     let Some(options) = parse(args) else {
-        eprintln!("{USAGE}");
+        sys::say(format_args!("{USAGE}"));
         return 2;
     };
     match Launcher::start(options) {
@@ -146,14 +146,14 @@ pub fn main(args: &[String]) -> i32 {
             0
         }
         Err(failure) => {
-            eprintln!("launcher: {failure}");
+            sys::say(format_args!("launcher: {failure}"));
             1
         }
     }
 }
 
 fn log(failure: &Failure) {
-    eprintln!("launcher: {failure}");
+    sys::say(format_args!("launcher: {failure}"));
 }
 
 /// Moves the control socket out of the way and fills what is below with /dev/null.

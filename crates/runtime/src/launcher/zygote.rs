@@ -140,7 +140,7 @@ fn execute(socket: &OwnedFd, null: &OwnedFd) -> ! {
 /// Entry point of the zygote. Returns in every sandbox, once it is one; never in the zygote itself.
 pub fn run() -> Sandbox {
     let ahead = inside::Ahead::new().unwrap_or_else(|failure| {
-        eprintln!("zygote: {failure}");
+        crate::sys::say(format_args!("zygote: {failure}"));
         std::process::exit(1)
     });
     let mut buffer = [0; 256];

@@ -159,6 +159,12 @@ pub fn read_file(dir: RawFd, path: &CStr) -> Result<String> {
     Ok(String::from_utf8_lossy(&buffer[..n]).into_owned())
 }
 
+/// Writes a line to the log, which is standard error. One that cannot be written is lost, and no more than that.
+pub fn say(line: std::fmt::Arguments) {
+    use std::io::Write;
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
+}
+
 /// Reads a file of cgroupfs or procfs to its end.
 pub fn read_whole(dir: RawFd, path: &CStr) -> Result<String> {
     let fd = openat(dir, path, libc::O_RDONLY, 0)?;
