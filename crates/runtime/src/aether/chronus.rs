@@ -251,12 +251,7 @@ impl Chronus {
         self.next += 1;
         let (ends, ours) = make_pipes(params, number, epoll)
             .map_err(|errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno))))?;
-        let fetched = self.setting.groups.fetch();
-        fetched.map_err(|f| match f.errno {
-            // Between two launchers; the next one will be here in a moment, and nothing of the command has begun.
-            libc::EPIPE => Fault::new("connection_lost", format!("no control groups yet: {}", f.what)).retryable(),
-            errno => Fault::internal(&format!("no control groups for commands: {}", f.what), errno),
-        })?;
+        self.fetch_groups()?;
         let seen = reasons::look(self.setting.groups.counters());
         let pid = plan.start(number, &self.setting, &ends)?;
         drop(ends);
@@ -299,6 +294,15 @@ impl Chronus {
         self.commands.insert(number, Box::new(command));
         self.push_stdin(number, epoll);
         Ok(number)
+    }
+
+    fn fetch_groups(&mut self) -> Result<(), Fault> {
+        let fetched = self.setting.groups.fetch();
+        fetched.map_err(|f| match f.errno {
+            // Between two launchers; the next one will be here in a moment, and nothing of the command has begun.
+            libc::EPIPE => Fault::new("connection_lost", format!("no control groups yet: {}", f.what)).retryable(),
+            errno => Fault::internal(&format!("no control groups for commands: {}", f.what), errno),
+        })
     }
 
     // -- what the kernel tells --

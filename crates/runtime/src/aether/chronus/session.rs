@@ -18,6 +18,8 @@ use crate::msgpack::{Pack, Value};
 pub const MAX_SESSIONS: usize = 32;
 /// Bytes that background jobs write while no command runs: they come with the next command, up to so many.
 const BETWEEN: usize = 64 * 1024;
+/// ... in so many pieces: a piece is what comes of one stream before something comes of the other.
+const PIECES: usize = 1024;
 /// A shell has so long to say that it is ready, and to come back after what it ran was killed.
 const PATIENCE: (f64, f64) = (10.0, 1.0);
 /// An interrupted process that should be dead after so long has missed the signal.
@@ -90,6 +92,7 @@ pub struct Session {
     /// Processes of earlier commands are in the group of this number.
     jobs: u32,
     between: Vec<(u8, Vec<u8>)>,
+    between_bytes: usize,
     /// Bytes of each stream that were too many for `between`.
     lost: [u64; 2],
     closing: bool,
@@ -229,11 +232,15 @@ impl Session {
 
     /// Keeps what was written while no command ran.
     pub(super) fn keep(&mut self, stream: u8, bytes: &[u8]) -> bool {
-        let room = BETWEEN.saturating_sub(self.between.iter().map(|(_, bytes)| bytes.len()).sum());
+        let (pieces, last) = (self.between.len(), self.between.last_mut().filter(|(of, _)| *of == stream));
+        let room = if last.is_some() || pieces < PIECES { BETWEEN - self.between_bytes } else { 0 };
         let kept = room.min(bytes.len());
-        if kept > 0 {
-            self.between.push((stream, bytes[..kept].to_vec()));
+        match last {
+            Some((_, piece)) => piece.extend_from_slice(&bytes[..kept]),
+            None if kept > 0 => self.between.push((stream, bytes[..kept].to_vec())),
+            None => {}
         }
+        self.between_bytes += kept;
         self.lost[usize::from(stream)] += (bytes.len() - kept) as u64;
         kept > 0
     }
@@ -265,8 +272,7 @@ impl Chronus {
         let pipes = make_pipes(shell).map_err(|errno| cannot("make pipes", errno))?;
         let (number, jobs) = (self.next, self.next + JOBS);
         self.next += 2;
-        let fetched = self.setting.groups.fetch();
-        fetched.map_err(|f| Fault::internal(&format!("no control groups for commands: {}", f.what), f.errno))?;
+        self.fetch_groups()?;
         for (stream, reader) in pipes.readers.into_iter().enumerate() {
             let id = 2 * number + stream as u32;
             epoll
@@ -299,6 +305,7 @@ impl Chronus {
             interrupted: false,
             jobs,
             between: Vec::new(),
+            between_bytes: 0,
             lost: [0; 2],
             closing: false,
             mute: false,
@@ -418,6 +425,7 @@ impl Chronus {
         if let Some(queue) = &mut session.script {
             queue.queue.extend_from_slice(&script);
         }
+        session.between_bytes = 0;
         let (between, lost) = (std::mem::take(&mut session.between), std::mem::take(&mut session.lost));
         let pid = session.pid;
         let queue = params.get("stdin").and_then(Value::bytes).unwrap_or_default().to_vec();
@@ -751,21 +759,31 @@ impl Chronus {
 }
 
 impl Session {
-    /// A new writing end of the pipe that commands read, emptied first.
-    fn open_input(&self, epoll: &Epoll) -> os::Result<Watched> {
-        self.drain_input()?;
+    /// Another open file of the pipe that commands read: what they set on theirs is not set on it, and it does not block.
+    fn reopen_input(&self, access: i32) -> os::Result<Fd> {
         let path = os::cstring(format!("/proc/self/fd/{}", self.input.0).as_bytes())?;
-        let flags = libc::O_WRONLY | libc::O_NONBLOCK | libc::O_CLOEXEC;
-        let fd = os::check(unsafe { libc::open(path.as_ptr(), flags) })?;
-        Ok(epoll.own(Fd(fd as i32)))
+        let flags = access | libc::O_NONBLOCK | libc::O_CLOEXEC;
+        os::check(unsafe { libc::open(path.as_ptr(), flags) }).map(|fd| Fd(fd as i32))
     }
 
-    /// What a command left unread must not be read by the next.
+    /// A new writing end of it, emptied first.
+    fn open_input(&self, epoll: &Epoll) -> os::Result<Watched> {
+        self.drain_input()?;
+        self.reopen_input(libc::O_WRONLY).map(|fd| epoll.own(fd))
+    }
+
+    /// What a command left unread must not be read by the next. Others may read it, and write, at the same time.
     fn drain_input(&self) -> os::Result<()> {
-        let mut buffer = [0; 4096];
         let mut left = os::readable(self.input.0);
+        if left == 0 {
+            return Ok(());
+        }
+        let (input, mut buffer) = (self.reopen_input(libc::O_RDONLY)?, [0; 4096]);
         while left > 0 {
-            left = left.saturating_sub(os::read(self.input.0, &mut buffer)?.max(1));
+            match os::read(input.0, &mut buffer) {
+                Ok(0) | Err(libc::EAGAIN) => return Ok(()),
+                size => left = left.saturating_sub(size?),
+            }
         }
         Ok(())
     }

@@ -317,3 +317,31 @@ fn their_number_is_bounded_and_closing_ends_what_they_started() {
     client.call("session.open", name(99).into()).value();
     assert_eq!(client.call("session.close", name(0).into()).fault().0, "not_found");
 }
+
+/// What a command left in the input is taken out before the next; somebody inside may take some of it at the same time.
+#[test]
+fn who_empties_the_input_too_holds_up_nothing() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let mut shell = Shell::open(&mut client, "contended");
+    let take = "import fcntl, os, struct, sys, termios\n\
+                fd = os.open(sys.argv[1], os.O_RDWR | os.O_NONBLOCK)\n\
+                size = fcntl.fcntl(fd, 1031, 1 << 20)\n\
+                left = lambda: struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]\n\
+                while not os.path.exists('taken'):\n\
+                \x20   os.write(fd, bytes(size))\n\
+                \x20   open('full', 'w').close()\n\
+                \x20   while left() == size: pass\n\
+                \x20   try: os.read(fd, 1 << 16)\n\
+                \x20   except BlockingIOError: continue\n\
+                \x20   open('taken', 'w').close()\n\
+                sys.stdin.read()\n";
+    std::fs::write(inside.path("take.py"), take).expect("program");
+    let find = "for f in /proc/$$/fd/*; do [[ -g $f && -p $f ]] && input=$f; done; mkfifo hold; exec 3<>hold";
+    shell.out(&format!("{find}; python3 take.py $input <&3 >/dev/null 2>&1 & until [[ -e full ]]; do :; done"));
+    let until = Instant::now() + Duration::from_secs(20);
+    while !inside.path("taken").exists() && Instant::now() < until {
+        assert_eq!(shell.run(":").code(), 0);
+    }
+    assert_eq!(shell.run("kill $!").code(), 0);
+}
