@@ -44,6 +44,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from ssl import SSLContext
 from types import TracebackType
 from typing import Self
 

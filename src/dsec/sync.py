@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from ssl import SSLContext
 from types import TracebackType
 from typing import Self
 
@@ -546,15 +547,16 @@ class Sandbox:
         """
         return Forward._of(portal.call(lambda: self._inner.forward(port, local_port=local_port, local_host=local_host)))
 
-    def expose(self, url: str, *, name: str, port: int = 80) -> Exposed:
+    def expose(self, url: str, *, name: str, port: int = 80, ssl: SSLContext | None = None) -> Exposed:
         """A service of this side for code inside: `with sandbox.expose("http://127.0.0.1:9000", name="model") as url:`,
         `url` is http://model. The name is gone at the end of the block.
 
-        url: http, https or tcp, as this program reaches it; with https, TLS is spoken on this side and HTTP inside. Bytes are
+        url: http, https or tcp, as this program reaches it; with https, TLS is spoken on this side and HTTP inside. ssl: whom
+        it trusts, and what it shows of itself; by default the system's authorities, and nothing. Bytes are
         carried as they are, so the Host header is what code inside asked for. Conflict when the sandbox has the name, or
         the port is taken inside; InvalidRequest for what is no host name (lower case letters, digits, hyphens, dots).
         """
-        return Exposed._of(portal.call(lambda: self._inner.expose(url, name=name, port=port)))
+        return Exposed._of(portal.call(lambda: self._inner.expose(url, name=name, port=port, ssl=ssl)))
 
     def open_session(
         self,

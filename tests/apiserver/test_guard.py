@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -112,7 +114,7 @@ async def test_many_silent_connections_starve_nobody(port: int) -> None:
 
 async def test_when_all_are_at_work_the_next_one_is_told(port: int, edge: FakeEdge) -> None:
     async with dsec.DSecClient(f"http://127.0.0.1:{port}", KEY) as client, client.run_container(ARGS) as sandbox:
-        body = json.dumps({"line": "c2xlZXAgNQ==", "exec_id": "ID", "wait_s": 20})  # sleep 5
+        body = json.dumps({"line": "c2xlZXAgNjAw", "exec_id": "ID", "wait_s": DEADLINE_S})  # sleep 600
         head = f"POST /v1/sandboxes/{sandbox.id}/exec HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         busy = []
         for number in range(MOST):
@@ -130,6 +132,8 @@ async def test_when_all_are_at_work_the_next_one_is_told(port: int, edge: FakeEd
 
         answer = await refused()
         assert answer.startswith(b"HTTP/1.1 503 ") and b'"capacity"' in answer and b'"retryable":true' in answer
+        for command in edge.boxes[sandbox.id].commands.values():  # not earlier: one that ends makes room
+            os.killpg((await command.started()).pid, signal.SIGKILL)
         for reader, writer in busy:
             assert (await asyncio.wait_for(reader.readline(), DEADLINE_S)).startswith(b"HTTP/1.1 200")
             writer.close()

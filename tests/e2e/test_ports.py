@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import struct
 import tempfile
 import time
@@ -38,6 +39,7 @@ from dsec import (
 )
 from dsec.cluster import embedded
 from dsec.layers import LayerStore
+from tests.edge.proxy.certificates import Authority
 
 from .command_line import command_line
 from .conftest import BASE
@@ -279,7 +281,7 @@ async def test_the_sync_facade(inside: Sandbox, platform: embedded.Endpoint) -> 
 
 
 @asynccontextmanager
-async def model() -> AsyncIterator[str]:
+async def model(tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """An HTTP service of the caller."""
 
     async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
@@ -290,9 +292,9 @@ async def model() -> AsyncIterator[str]:
     app.router.add_route("*", "/{path:.*}", answer)
     runner = aiohttp.web.AppRunner(app)
     await runner.setup()
-    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -313,6 +315,25 @@ async def test_a_service_of_the_caller_has_a_name_inside(sandbox: Sandbox) -> No
         gone = await sandbox.run_shell("curl -sS http://model/")
         assert gone.exit_code == 6, gone
     assert await sandbox.files.read("/etc/hosts") == before
+
+
+async def test_tls_is_spoken_on_this_side(sandbox: Sandbox, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ask = "curl -sS --data-binary @/etc/passwd http://model/up"
+    size = len(await sandbox.files.read("/etc/passwd"))
+    async with model(authority.server("IP:127.0.0.1")) as url:
+        assert url.startswith("https://")
+        async with sandbox.expose(url, name="model", ssl=authority.client()) as address:
+            assert address == "http://model"
+            assert (await sandbox.run_shell(ask, check=True)).text == f"model /up {size}\n"
+        async with sandbox.expose(url, name="model"):
+            refused = await sandbox.run_shell(ask)
+            assert refused.exit_code in (52, 56), "an authority that nobody named is not trusted"
+        async with sandbox.expose(url.replace("127.0.0.1", "localhost"), name="model", ssl=authority.client()):
+            refused = await sandbox.run_shell(ask)
+            assert refused.exit_code in (52, 56), "the certificate is of another name"
+    with pytest.raises(InvalidRequest, match="https"):
+        sandbox.expose("http://127.0.0.1:9", name="model", ssl=authority.client())
 
 
 async def test_names_are_no_change_of_the_sandbox(sandbox: Sandbox) -> None:

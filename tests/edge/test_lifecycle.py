@@ -126,6 +126,30 @@ async def test_stop_while_creating_ends_in_removal(life: Lifecycle, backend: Bac
     assert not backend.alive and sandbox.reason is Reason.USER and sandbox.state is State.STOPPED
 
 
+async def test_of_a_burst_that_was_stopped_nothing_more_is_made(
+    life: Lifecycle, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(key: str) -> DSecContainerRunArgs:
+        return DSecContainerRunArgs("debian@12", idempotency_key=key)
+
+    kept, other = await life.create(of("bu-1/0"), 10), await life.create(of("bu-1/1"), 10)
+    assert await life.stop_burst("bu-1", frozenset([kept.id])) == 1
+    assert life.get(other.id).reason is Reason.USER
+    for late in ("bu-1/1", "bu-1/2"):
+        with pytest.raises(Fault, match="bu-1") as caught:
+            await life.create(of(late), 10)
+        assert caught.value.body.kind is ErrorKind.UNAVAILABLE
+    assert (await life.create(of("bu-1/0"), 10)).id == kept.id, "what was kept is there for who asks again"
+    assert backend.made == 2
+    await life.create(of("bu-10/0"), 10)
+    await life.stop_burst("mine", frozenset())
+    await life.create(of("mine/0"), 10)  # a key of the caller's own may be used again
+    monkeypatch.setattr(module, "KEEP_BURSTS", 2)
+    for burst in ("bu-2", "bu-3"):
+        await life.stop_burst(burst, frozenset())
+    await life.create(of("bu-1/2"), 10)
+
+
 async def test_a_cancelled_creation_leaves_nothing(life: Lifecycle, backend: Backend) -> None:
     backend.gate.clear()
     creation = asyncio.create_task(life.create(ARGS, 10))

@@ -31,6 +31,8 @@ from .recovery import Revival, boot_id, ended_with_the_node, record_of
 from .sandbox import Sandbox
 
 KEEP_ENDED = 10_000
+KEEP_BURSTS = 4_096
+BURST_KEY = "bu-"  # what keys begin with that the SDK makes up for bursts
 KEEP_LINES = 1_000  # ended sandboxes whose log lines are kept
 TTL_TICK_S = 0.25
 _log = structlog.get_logger("edge")
@@ -57,6 +59,7 @@ class Lifecycle:
         self._live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
         self._by_key: dict[str, Sandbox] = {}
+        self._ended_bursts: OrderedDict[str, None] = OrderedDict()
         self._with_lines: deque[Sandbox] = deque()
         self._closing = False
         self._removals: set[asyncio.Task[None]] = set()
@@ -138,6 +141,7 @@ class Lifecycle:
         if args.idempotency_key is not None and (twin := await self._twin(args.idempotency_key, timeout)) is not None:
             return self._created(twin, started)
         self._refuse_when_closing()
+        self._refuse_of_ended_burst(args.idempotency_key)
         environment = compose(self._store, args.container_image, args.layers)
         holder = self.admission.reserve(args.labels)
         sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch)
@@ -199,6 +203,25 @@ class Lifecycle:
             raise Fault(
                 ErrorKind.CONNECTION_LOST, f"edge {self.edge} is stopping", hint="see `dsec status`", retryable=True
             )
+
+    def _refuse_of_ended_burst(self, key: str | None) -> None:
+        if key is not None and (burst := key.rpartition("/")[0]) in self._ended_bursts:
+            raise Fault(ErrorKind.UNAVAILABLE, f"burst {burst} was stopped before this sandbox of it was made",
+                        hint="its caller had gone away; ask with a new key", reason=Reason.USER.value)  # fmt: skip
+
+    async def stop_burst(self, burst: str, keep: frozenset[str]) -> int:
+        """Ends every sandbox of it that is not to be kept, and makes no more, should requests for them still be on their way.
+
+        Only keys that the SDK made up are remembered, since those are never used for another burst.
+        """
+        if burst.startswith(BURST_KEY):
+            self._ended_bursts[burst] = None
+            while len(self._ended_bursts) > KEEP_BURSTS:
+                self._ended_bursts.popitem(last=False)
+        of_it = [s.id for s in self.live() if (s.args.idempotency_key or "").startswith(f"{burst}/")]
+        chosen = [id for id in of_it if id not in keep]
+        await asyncio.gather(*(self.stop(id, Reason.USER) for id in chosen))
+        return len(chosen)
 
     async def _launch(self, sandbox: Sandbox) -> None:
         assert sandbox.environment is not None

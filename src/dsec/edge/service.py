@@ -209,15 +209,7 @@ class Service:
     async def stop_burst(self, call: Call) -> object:
         """Everything of one burst, still in creation or not, but what its caller took."""
         params = call.params(_StopBurst)
-        prefix = params.burst + "/"
-        keep = frozenset(params.keep)
-        chosen = [
-            s.id
-            for s in self._lifecycle.live()
-            if s.id not in keep and (s.args.idempotency_key or "").startswith(prefix)
-        ]
-        await asyncio.gather(*(self._lifecycle.stop(id, Reason.USER) for id in chosen))
-        return {"count": len(chosen)}
+        return {"count": await self._lifecycle.stop_burst(params.burst, frozenset(params.keep))}
 
     async def pause(self, call: Call) -> object:
         params = call.params(Target)

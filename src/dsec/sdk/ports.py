@@ -108,11 +108,13 @@ class Forward:
 class Exposed:
     """`async with sandbox.expose("http://127.0.0.1:9000", name="model") as url:` - a service of ours, reachable inside."""
 
-    def __init__(self, transport: Transport, target: Target, url: str, name: str, port: int) -> None:
+    def __init__(
+        self, transport: Transport, target: Target, url: str, name: str, port: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         _check_port("port", port, 1)
         self._transport = transport
         self._target = target
-        self._upstream = _Upstream(url)
+        self._upstream = _Upstream(url, tls)
         self._path = f"/v1/sandboxes/{target.sandbox_id}/expose/{_quoted(name)}"
         self._query = {"port": str(port)}
         self._url = self._upstream.inside(name, port)
@@ -204,7 +206,7 @@ class Exposed:
 class _Upstream:
     """Where the connections of an exposed service go."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         try:
             parsed = URL(url)
             port = parsed.port
@@ -216,7 +218,9 @@ class _Upstream:
                 hint="credentials belong into the requests that are made inside, or better into a proxy of yours",
             )
         self._host, self._port = parsed.host, port
-        self._tls = ssl.create_default_context() if parsed.scheme == "https" else None
+        if tls is not None and parsed.scheme != "https":
+            raise InvalidRequest(f"ssl is given, and url={url!r} is not https", hint="with tcp, speak TLS inside")
+        self._tls = (tls or ssl.create_default_context()) if parsed.scheme == "https" else None
         self._scheme = "tcp" if parsed.scheme == "tcp" else "http"
         self._rest = parsed.raw_path_qs if parsed.raw_path_qs != "/" else ""
 
