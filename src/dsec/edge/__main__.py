@@ -89,11 +89,12 @@ class Edge:
         service.settle_steps()
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
-        self._in_background(self._lifecycle.watch_ttls())
+        self._in_background(self._lifecycle.watch_ttls(), vital=True)
         self._in_background(self._networks.begin(self._lifecycle.live()))
         self._in_background(service.forward.names.begin(self._lifecycle.live()))
         if self._config.uppers == "dir":
-            self._in_background(DiskWatch(self._lifecycle, self._runtime, self._config.state).run())
+            watch = DiskWatch(self._lifecycle, self._runtime, self._config.state)
+            self._in_background(watch.run(), vital=True)
         _say_ready(self._config.ready, "ok")
         self._in_background(self._probe(service))
         gc.freeze()
@@ -138,20 +139,21 @@ class Edge:
         if not self._stopping.is_set() and not self._restarting:
             _log.error("launcher lost", why=why)
             self._restarting = True
-            self._in_background(self._restart_launcher())
+            self._in_background(self._restart_launcher(), vital=True)
 
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+    def _in_background(self, work: Coroutine[None, None, None], *, vital: bool = False) -> None:
+        """vital: an edge without it would go on with half of its duties."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._background_ended)
+        task.add_done_callback(lambda task: self._background_ended(task, vital))
 
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """Without one of them an edge would go on with half of its duties; the next edge takes its sandboxes over."""
+    def _background_ended(self, task: asyncio.Task[None], vital: bool) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical(
-                "a part of the edge failed; it gives up, and leaves its sandboxes to the next one", exc_info=error
-            )
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("a part of the edge failed", exc_info=error)
+        if vital:
+            _log.critical("the edge gives up, and leaves its sandboxes to the next one")
             self._failed = True
             self._stopping.set()
 
