@@ -32,13 +32,15 @@ class Refused(Exception):
 class Launcher:
     """One launcher process. Requests are answered in any order; `call` waits for one."""
 
-    def __init__(self, runtime: Path, run: Path, uppers: str, name: str, pool: int = 4) -> None:
+    def __init__(
+        self, runtime: Path, run: Path, uppers: str, name: str, pool: int = 4, ephemeral: bool = False
+    ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
                 [runtime, "launcher", "--control-fd", str(theirs.fileno()), "--run", run, "--name", name,
-                 "--uppers", uppers, "--pool", str(pool)],
+                 "--uppers", uppers, "--pool", str(pool), "--ephemeral", "yes" if ephemeral else "no"],
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self.runtime = runtime

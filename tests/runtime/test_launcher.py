@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -344,6 +345,29 @@ def test_a_second_launcher_waits_for_the_first_to_leave(start: Start) -> None:
         second.call("sweep", keep=[])
     finally:
         second.close()
+
+
+async def test_who_asks_a_launcher_that_waits_for_the_next_is_not_kept_waiting(start: Start) -> None:
+    """PID 1 asks for its groups at its first command; the next launcher comes, and gives them."""
+    first = start()
+    waiting = Launcher(first.runtime, first.run, first.uppers, first.name, ephemeral=True)
+    first.create("sb-a")
+    first.close()
+    try:
+        limits = ["sb-a", 256 * MIB, 1.0, 100, 64 * MIB]
+        assert waiting.call("keep", keep_with=[limits])["kept"] == ["sb-a"]
+        waiting.socket.shutdown(socket.SHUT_RDWR)
+        assert waiting.socket.recv(1) == b"", "it has let go of the edge"
+        with pytest.raises(Fault) as refused:
+            await attack(waiting, "sb-a", "cat", "/hidden")
+        assert refused.value.body.kind is ErrorKind.CONNECTION_LOST
+        second = start()
+        assert waiting.process.wait(DEADLINE) == 0
+        assert second.call("keep", keep_with=[limits])["kept"] == ["sb-a"]
+        assert (await attack(second, "sb-a", "cat", "/hidden")) == "of the base"
+        second.call("stop", sandbox="sb-a")
+    finally:
+        waiting.close()
 
 
 def test_a_damaged_image_is_made_anew(start: Start, uppers: str) -> None:

@@ -142,11 +142,16 @@ impl Launcher {
     /// Gives the sandboxes up; true when nobody wanted them in time, and they are ours again.
     fn nobody_takes_over(&mut self) -> bool {
         let deadline = now_us() + SUCCESSION_US;
+        for tenant in self.tenants.values_mut() {
+            tenant.slot.control = None; // who asks now is told at once that nobody answers
+        }
         while self.tenants.values().any(|tenant| matches!(tenant.phase, Phase::Live)) && now_us() < deadline {
             root::unlock(&self.tools.sockets);
             for token in self.poller.wait(Some(20_000)) {
-                if let Token::End(number) = token {
-                    self.pid1_ended(number);
+                match token {
+                    Token::End(number) => self.pid1_ended(number),
+                    Token::Memory => self.memory_moved(),
+                    _ => {}
                 }
             }
             if !root::try_lock(&self.tools.sockets) {
