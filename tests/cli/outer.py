@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import termios
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -51,6 +52,15 @@ class Outer:
         shown = bytes(self.screen[:at])
         del self.screen[: at + len(wanted)]
         return shown
+
+    async def rest(self) -> bytes:
+        """All that is shown until nothing more is under way, when the program has ended."""
+        while self._pending():
+            await asyncio.sleep(0)
+        return bytes(self.screen)
+
+    def _pending(self) -> bool:
+        return bool(select.select([self._master], [], [], 0)[0])
 
     def resize(self, cols: int, rows: int) -> None:
         termios.tcsetwinsize(self._master, (rows, cols))

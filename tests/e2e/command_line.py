@@ -28,16 +28,16 @@ class CommandLine:
     """`cli("ps", "--json")` runs `dsec ps --json`."""
 
     def __init__(self, state: Path | str) -> None:
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("DSEC_")}
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("DSEC_")}
         for kept in ("DSEC_STORE", "DSEC_RUNTIME"):
             if kept in os.environ:
-                self._environment[kept] = os.environ[kept]
-        self._environment["DSEC_STATE"] = str(state)
+                self.environment[kept] = os.environ[kept]
+        self.environment["DSEC_STATE"] = str(state)
 
     def __call__(self, *arguments: str, stdin: bytes = b"", timeout: float = 100, **environment: str) -> Ran:
         answer = subprocess.run(
             self.argv(*arguments), input=stdin, capture_output=True, timeout=timeout, check=False,
-            env={**self._environment, **environment},
+            env={**self.environment, **environment},
         )  # fmt: skip
         error = answer.stderr.decode(errors="replace")
         assert "Traceback" not in error, error
@@ -49,7 +49,7 @@ class CommandLine:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self.argv(*arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=self._environment, start_new_session=True,
+            env=self.environment, start_new_session=True,
         )  # fmt: skip
 
 

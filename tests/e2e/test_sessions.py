@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
 import dsec
 from dsec import sync
 from dsec.cluster import embedded
+
+from .test_crashes import ARGS, DEADLINE, client_of, kill, pid_of, states  # noqa: F401 (a fixture)
 
 
 async def _wait_for(session: dsec.Session | dsec.Sandbox, line: str) -> None:
@@ -134,6 +137,31 @@ async def test_bounded_and_gone_with_the_sandbox(client: dsec.DSecClient, sandbo
     await sandbox.stop()
     with pytest.raises(dsec.SandboxUnavailable):
         await session.run_shell("true")
+
+
+@pytest.mark.parametrize("victims", [("edge",), ("apiserver",), ("apiserver", "edge")])
+async def test_it_survives_the_platform_in_the_middle_of_a_command(
+    states: list[Path],  # noqa: F811
+    victims: tuple[str, ...],
+) -> None:
+    async with client_of(embedded.up(states[0], port=0)) as client, client.run_container(ARGS) as sandbox:
+        session = await sandbox.open_session("kept")
+        await session.run_shell("cd /usr; n=1; f() { echo f$n; }; sleep 1000 & job=$!", check=True)
+        line = "echo before; until [ -e /tmp/go ]; do sleep 0.02; done; n=2; echo after; (exit 7)"
+        running = asyncio.create_task(session.run_shell(line))
+        async with asyncio.timeout(DEADLINE):
+            while not [info for info in await sandbox.sessions() if info.exec_id]:
+                await asyncio.sleep(0)
+        for victim in victims:
+            kill(pid_of(states[0], victim))
+        await sandbox.files.write("/tmp/go", b"")
+        result = await running
+        assert (result.exit_code, result.text) == (7, "before\nafter\n")
+        assert (await session.run_shell("pwd; f; kill -0 $job && echo alive")).text == "/usr\nf2\nalive\n"
+        again = await sandbox.open_session("kept")
+        assert (await again.run_shell("exit 3")).exit_code == 3
+        assert (await again.run_shell("f; pwd")).text == "f2\n/usr\n"
+        await again.close()
 
 
 def test_without_await(platform: embedded.Endpoint) -> None:

@@ -7,6 +7,7 @@ import concurrent.futures
 import os
 import sys
 import threading
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
 from dsec.cli.output import note
@@ -69,10 +70,16 @@ def _pump_stdin(process: Process, loop: asyncio.AbstractEventLoop) -> None:
     def pump() -> None:
         from dsec import DSecError
 
+        def wait(sending: Coroutine[None, None, None]) -> None:
+            try:
+                asyncio.run_coroutine_threadsafe(sending, loop).result()
+            finally:
+                sending.close()  # when the loop is gone
+
         try:
             while data := os.read(0, _CHUNK):
-                asyncio.run_coroutine_threadsafe(process.write(data), loop).result()
-            asyncio.run_coroutine_threadsafe(process.close_stdin(), loop).result()
+                wait(process.write(data))
+            wait(process.close_stdin())
         except (DSecError, RuntimeError, OSError, concurrent.futures.CancelledError):
             return  # the command ended without reading everything, or the loop is gone: not an error, as in a shell
 
