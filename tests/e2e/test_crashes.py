@@ -263,6 +263,35 @@ async def all_of(process: Process) -> tuple[int, bytes]:
     raise AssertionError("no end")
 
 
+def edge_option(state: Path, option: str) -> str:
+    words = Path(f"/proc/{pid_of(state, 'edge')}/cmdline").read_bytes().decode().split("\0")
+    return words[words.index(option) + 1]
+
+
+def test_another_supervisor_starts_an_edge_with_the_options_of_before(
+    states: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DSEC_STORE", raising=False)
+    store = states[0] / "layers"
+    embedded.up(states[0], port=0, max_sandboxes=7, store=store, uppers="dir")
+
+    def after_a_crash(**given: int) -> tuple[str, str, str]:
+        supervisor = embedded.status(states[0]).supervisor
+        assert supervisor is not None
+        kill(supervisor)
+        kill(pid_of(states[0], "edge"))
+        embedded.up(states[0], port=0, **given)  # type: ignore[arg-type]
+        embedded.up(states[0])  # when it returns, all that was being started again is there
+        return tuple(edge_option(states[0], one) for one in ("--max-sandboxes", "--store", "--uppers"))  # type: ignore[return-value]
+
+    assert after_a_crash() == ("7", str(store), "dir")
+    assert after_a_crash(max_sandboxes=9) == ("9", str(store), "dir"), "what is given, and only that, is another"
+    assert after_a_crash() == ("9", str(store), "dir")
+    embedded.down(states[0])
+    embedded.up(states[0], port=0, uppers="dir")
+    assert edge_option(states[0], "--store") == str(embedded.DEFAULT_STORE), "`down` forgets them"
+
+
 async def test_the_death_of_the_supervisor_ends_nothing_and_the_next_up_takes_over(states: list[Path]) -> None:
     endpoint = embedded.up(states[0], port=0)
     async with client_of(endpoint) as client:

@@ -49,7 +49,8 @@ def up(
 ) -> int:
     """Start the platform on this machine.
 
-    One API server and one edge; both outlive this command. Does nothing when they run already.
+    One API server and one edge; both outlive this command. Does nothing when they run already. When some of it has to be
+    started again, options that are not given are those of before, until `dsec down`.
 
     \b
     dsec up

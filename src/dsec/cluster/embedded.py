@@ -49,6 +49,14 @@ class Endpoint(msgspec.Struct, frozen=True):
     run: str
 
 
+class _Flags(msgspec.Struct, frozen=True):
+    """What `up` starts an edge with."""
+
+    store: str
+    uppers: str = "btrfs"
+    max_sandboxes: int | None = None
+
+
 class _Pid(msgspec.Struct, frozen=True):
     pid: int
     start: int
@@ -129,10 +137,13 @@ def status(state: Path | str | None = None) -> LocalStatus:
 
 def up(
     state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
-    store: Path | None = None, uppers: str = "btrfs", mirrors: Mirrors | None = None,
+    store: Path | None = None, uppers: str | None = None, mirrors: Mirrors | None = None,
 ) -> Endpoint:  # fmt: skip
     """Starts what of edge and apiserver does not run yet; both outlive the caller, and are started again when
     they die. Fault says what is missing.
+
+    What is not given is as the platform was started with, until `down`; then and at first: no limit of sandboxes but the
+    machine's, the store of DSEC_STORE or the usual one, uppers "btrfs".
 
     mirrors (name -> URL, a file, or `Mirror`s) are what sandboxes may be allowed to reach; by default those of
     `<state>/mirrors.toml`, or none.
@@ -141,9 +152,18 @@ def up(
     _require_root()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(directory):
+        run = run_dir(directory)
+        if store is None and "DSEC_STORE" in os.environ:
+            store = store_dir()
+        flags = _flags(directory, run)
+        flags = _Flags(
+            store=str(store.absolute()) if store is not None else flags.store,
+            uppers=uppers or flags.uppers,
+            max_sandboxes=max_sandboxes if max_sandboxes is not None else flags.max_sandboxes,
+        )
         return _start(
-            directory, run_dir(directory), host=host, port=port, store=store or store_dir(),
-            max_sandboxes=max_sandboxes, uppers=uppers, lifeline=None, mirrors=mirrors,
+            directory, run, host=host, port=port, store=Path(flags.store),
+            max_sandboxes=flags.max_sandboxes, uppers=flags.uppers, lifeline=None, mirrors=mirrors, flags=flags,
         )  # fmt: skip
 
 
@@ -170,12 +190,15 @@ def _stop(directory: Path, run: Path, *, uppers: str | None, store: Path | None 
             _end(known)
     if crashed:
         kind = uppers or ("btrfs" if (directory / "uppers.btrfs").exists() else "dir")
-        _spawn("edge", _edge_arguments(directory, run, store or store_dir(), kind), directory, run)
+        _spawn(
+            "edge", _edge_arguments(directory, run, store or Path(_flags(directory, run).store), kind), directory, run
+        )
         if (sweeper := _read_pid(run, "edge")) is not None:
             _end(sweeper)
     for name in (*_ROLES, _SUPERVISOR, "given-up"):
         (run / "pids" / name).unlink(missing_ok=True)
     (run / "mirrors.json").unlink(missing_ok=True)
+    (directory / "flags.json").unlink(missing_ok=True)
     if run != DEFAULT_RUN and run.parent == DEFAULT_RUN.parent:
         shutil.rmtree(run, ignore_errors=True)
 
@@ -284,7 +307,7 @@ def _key_file(directory: Path) -> Path:
 
 def _start(
     directory: Path, run: Path, *, host: str, port: int, store: Path, max_sandboxes: int | None, uppers: str,
-    lifeline: int | None, ephemeral: bool = False, mirrors: Mirrors | None = None,
+    lifeline: int | None, ephemeral: bool = False, mirrors: Mirrors | None = None, flags: _Flags | None = None,
 ) -> Endpoint:  # fmt: skip
     chosen = mirrors_of(mirrors)  # what is wrong with them is said before anything starts
     for path in (run, run / "pids", directory / "logs"):
@@ -311,10 +334,25 @@ def _start(
                 _stop(directory, run, uppers=uppers, store=store)
             raise
     endpoint = Endpoint(url=url, key_file=str(key_file), state=str(directory), run=str(run))
-    temporary = directory / "endpoint.json.tmp"
-    temporary.write_bytes(msgspec.json.encode(endpoint))
-    temporary.rename(directory / "endpoint.json")
+    if flags is not None:
+        _write(directory / "flags.json", flags)
+    _write(directory / "endpoint.json", endpoint)
     return endpoint
+
+
+def _write(path: Path, contents: msgspec.Struct) -> None:
+    """Whole, or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(msgspec.json.encode(contents))
+    temporary.rename(path)
+
+
+def _flags(directory: Path, run: Path) -> _Flags:
+    """What the platform was started with, as long as there is one or `down` has not cleared away what it left."""
+    if any((run / "pids" / role).exists() for role in (_SUPERVISOR, *_ROLES)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode((directory / "flags.json").read_bytes(), type=_Flags)
+    return _Flags(store=str(store_dir()))
 
 
 def _mirrors_file(run: Path, mirrors: Sequence[Mirror] | None) -> Path | None:
