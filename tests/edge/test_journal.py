@@ -142,6 +142,27 @@ async def test_a_full_disk_is_a_named_failure_and_later_records_are_read(
     again.close()
 
 
+async def test_an_edge_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "j")
+    assert journal.next_epoch() == 1
+    journal.running(record("alive"))
+    await journal.commit()
+    journal.close()
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        again = Journal(tmp_path / "j")
+        assert again.next_epoch() == 2 and [r.id for r in again.records()] == ["alive"]
+    await again.commit()
+    again.close()
+    third = Journal(tmp_path / "j")
+    assert third.next_epoch() == 3, "the second start was written down as soon as there was room"
+    third.close()
+
+
 def step(number: int, done: bool = False) -> Step:
     ended = ExecDone(exec_id=f"ex-{number}", exit_code=3, stdout_bytes=7) if done else None
     return Step(step=number, digest="d", exec_id=f"ex-{number}", done=ended, stdout_digest="o" if done else "")

@@ -241,9 +241,15 @@ class Journal:
     # -- writing --
 
     def next_epoch(self) -> int:
-        """Counts the starts of this edge; a higher epoch fences what a lower one left. On disk when it returns."""
+        """Counts the starts of this edge; a higher epoch fences what a lower one left. On disk when it returns.
+
+        Unless the disk is full: live sandboxes must find an edge all the same, and of two with one epoch the later one wins.
+        """
         self._epoch += 1
-        self._write_out(_pack(_encode(_Epoch(self._epoch))))
+        try:
+            self._write_out(_pack(_encode(_Epoch(self._epoch))))
+        except OSError:
+            self._behind = True
         return self._epoch
 
     def running(self, record: Record) -> None:
