@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ from .network import Networks
 from .sandbox import Sandbox
 from .starts import Starts
 from .stepping import Digests, Stepping
+from .terminals import Terminals
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ _RESENDABLE = frozenset(
         "exec.list",
         "exec.stage",
         "exec.close_stdin",
+        "exec.resize",
         "session.open",
         "session.list",
         "fs.stat",
@@ -85,9 +88,10 @@ _UPLOADS = frozenset(("fs.write", "fs.untar"))
 
 
 class Relay:
-    def __init__(self, lifecycle: Lifecycle, networks: Networks) -> None:
+    def __init__(self, lifecycle: Lifecycle, networks: Networks, runtime: Path) -> None:
         self._lifecycle = lifecycle
         self._networks = networks
+        self._terminals = Terminals(runtime)
         self._starts = Starts()
         self.stepping = Stepping(lifecycle, self._done)
 
@@ -107,6 +111,8 @@ class Relay:
         if stepped is not None:
             fields["exec_id"] = stepped.step.exec_id
         with self.stepping.starting(sandbox, stepped), sandbox.sleep.short() if detached else sandbox.activity():
+            if params.pty is not None and params.session is None:
+                await self._terminals.ready(sandbox)
             place = await self._starts.take()
             try:
                 with step("exec.run", sandbox.id):

@@ -48,6 +48,8 @@ class Sandbox:
         self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
         self.services: dict[str, str] = {}  # names inside of the caller's services, and their addresses there
         self.hosts: Before | None = None  # what its /etc/hosts was before the first of them
+        self.has_terminals = False  # as far as this edge knows
+        self.mounting = asyncio.Lock()
         self.idle_limit = args.ttl_running_stop
         self.total_limit = args.ttl_total
         self.sleep = Sleep()

@@ -40,7 +40,7 @@ from .sandbox import Sandbox
 MAX_BURST = 100_000
 MAX_CHANGES = 256 * 1024 * 1024  # one file's contents are held whole on their way
 _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
-_EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.list")
+_EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.resize", "exec.list")
 
 
 _SESSION_METHODS = ("session.open", "session.list", "session.close", "session.interrupt")
@@ -106,7 +106,7 @@ class Service:
         self._version = version
         self.features: tuple[Capability, ...] = ()  # set when the probes are through
         self._started = time.time()
-        self._relay = Relay(lifecycle, networks)
+        self._relay = Relay(lifecycle, networks, runtime)
         self.forward = Forward(lifecycle)
 
     def settle_steps(self) -> None:

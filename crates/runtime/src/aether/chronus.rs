@@ -8,10 +8,11 @@ pub mod session;
 use super::fault::Fault;
 use super::feed::{Fed, From};
 use super::log::{Log, Spill};
-use super::os::{self, Epoll, Scratch, Watched};
+use super::os::{self, Epoll, Fd, Scratch, Watched};
 use super::reasons::{self, End, Reason, Reasons, Seen};
 use super::spawn::{self, Ends, Failed, Plan, Setting};
 use super::stage::Stage;
+use super::terminal::{Size, Terminal};
 use super::token;
 use crate::birth::Birth;
 use crate::msgpack::{Pack, Value};
@@ -85,6 +86,10 @@ pub struct Command {
     idle: Option<f64>,
     last_output: f64,
     stdin: Option<Stdin>,
+    /// Until the result stands.
+    terminal: Option<Terminal>,
+    /// The last byte of what was written to stdin.
+    last_key: u8,
     fed: Fed,
     /// DATA bytes of a stream that reached the pipe (or nobody any more): credit to give back.
     stdin_taken: u32,
@@ -173,6 +178,24 @@ struct Ours {
     status: Watched,
     pipes: Vec<(u32, Pipe)>,
     stdin: Option<Watched>,
+    terminal: Option<Terminal>,
+}
+
+/// Watches an end that a command's output comes from; the id of it.
+fn watch_output(fd: Fd, number: u32, stream: u8, epoll: &Epoll) -> os::Result<(u32, Pipe)> {
+    let id = 2 * number + u32::from(stream);
+    epoll.watch(fd.0, libc::EPOLLIN, token::make(token::PIPE, id))?;
+    Ok((id, Pipe { fd: epoll.own(fd), command: number, stream, discarded: 0 }))
+}
+
+/// A terminal for everything: what is written to it is stdin, and all output comes as stdout.
+fn make_terminal(terminal: Terminal, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ours)> {
+    let (status, status_end) = os::pipe(true, false)?;
+    let (stdin, stdout) = (terminal.theirs()?, terminal.theirs()?);
+    let ends = Ends { stdin, stdout, stderr: None, status: status_end, more: Vec::new(), terminal: true };
+    let pipes = vec![watch_output(terminal.ours()?, number, 0, epoll)?];
+    let stdin = Some(epoll.own(terminal.ours()?));
+    Ok((ends, Ours { status: epoll.own(status), pipes, stdin, terminal: Some(terminal) }))
 }
 
 fn make_pipes(params: Value, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ours)> {
@@ -180,9 +203,7 @@ fn make_pipes(params: Value, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ou
     let mut pipes = Vec::with_capacity(2);
     let mut output = |stream: u8| {
         let (reader, writer) = os::pipe(true, false)?;
-        let id = 2 * number + u32::from(stream);
-        epoll.watch(reader.0, libc::EPOLLIN, token::make(token::PIPE, id))?;
-        pipes.push((id, Pipe { fd: epoll.own(reader), command: number, stream, discarded: 0 }));
+        pipes.push(watch_output(reader, number, stream, epoll)?);
         os::Result::Ok(writer)
     };
     let stdout = output(0)?;
@@ -191,8 +212,8 @@ fn make_pipes(params: Value, number: u32, epoll: &Epoll) -> os::Result<(Ends, Ou
         true => os::pipe(false, true).map(|(reader, writer)| (Some(epoll.own(writer)), reader))?,
         false => (None, os::open(libc::AT_FDCWD, c"/dev/null", libc::O_RDONLY, 0, os::SAFE)?),
     };
-    let ends = Ends { stdin: stdin_end, stdout, stderr, status: status_end, more: Vec::new() };
-    Ok((ends, Ours { status: epoll.own(status), pipes, stdin }))
+    let ends = Ends { stdin: stdin_end, stdout, stderr, status: status_end, more: Vec::new(), terminal: false };
+    Ok((ends, Ours { status: epoll.own(status), pipes, stdin, terminal: None }))
 }
 
 impl Chronus {
@@ -249,7 +270,13 @@ impl Chronus {
         let idle = seconds(params, "idle_timeout")?;
         let number = self.next;
         self.next += 1;
-        let (ends, ours) = make_pipes(params, number, epoll)
+        let terminal = Size::wanted(params)?.map(|size| Terminal::open(size, plan.uid())).transpose()?;
+        let on_terminal = terminal.is_some();
+        let made = match terminal {
+            Some(terminal) => make_terminal(terminal, number, epoll),
+            None => make_pipes(params, number, epoll),
+        };
+        let (ends, ours) = made
             .map_err(|errno| Fault::new("capacity", format!("cannot make pipes: {}", super::fault::describe(errno))))?;
         self.fetch_groups()?;
         let seen = reasons::look(self.setting.groups.counters());
@@ -262,7 +289,7 @@ impl Chronus {
         let mut fed = Fed::default();
         fed.take(&From::default(), params.get("stdin").and_then(Value::bytes).map_or(0, <[u8]>::len));
         let queue = params.get("stdin").and_then(Value::bytes).unwrap_or_default().to_vec();
-        let close_after = !flag(params, "stdin_open");
+        let close_after = !flag(params, "stdin_open") && !on_terminal;
         let (cwd, user) = (plan.cwd().to_vec(), plan.user_name());
         let command = Command {
             exec_id,
@@ -272,14 +299,16 @@ impl Chronus {
             state: State::Starting(Box::new(Start { status: ours.status, cwd, user })),
             log: Log::default(),
             outputs,
-            merged: flag(params, "merge_stderr"),
+            merged: flag(params, "merge_stderr") || on_terminal,
             limit,
             started: now,
             started_unix: os::unix_time(),
             deadline,
             idle,
             last_output: now,
+            last_key: queue.last().copied().unwrap_or(b'\n'),
             stdin: ours.stdin.map(|fd| Stdin { fd, queue, written: 0, close_after }),
+            terminal: ours.terminal,
             fed,
             stdin_taken: 0,
             stdin_owed: 0,
@@ -324,11 +353,13 @@ impl Chronus {
         match spawn::explain(&report, name, &start.cwd, &start.user) {
             Failed::Fault(fault) => {
                 command.state = State::Failed(fault);
+                command.terminal = None;
                 self.failed = true;
             }
             Failed::Shell { code, message } => {
                 command.unexecuted = Some(code);
                 command.state = State::Running;
+                let message = if command.terminal.is_some() { message.replace('\n', "\r\n") } else { message };
                 command.keep(1, message.as_bytes(), Spill { directory: self.spill, room: 0 });
             }
         }
@@ -396,6 +427,7 @@ impl Chronus {
             };
             if let Some((number, command)) = self.commands.iter_mut().find(main) {
                 command.ended = Some((status, os::now()));
+                command.terminal.as_mut().into_iter().for_each(Terminal::let_go);
                 let number = *number;
                 self.on_status(number); // whatever it had to say about its start is in the pipe
                 self.find_reason(number, peak);
@@ -453,6 +485,9 @@ impl Chronus {
             }
             if command.complete(now) {
                 completed = true;
+                if command.terminal.take().is_some() {
+                    self.pipes.remove(&(2 * *number)); // hung up, whoever still has it
+                }
                 self.groups.push_back(*number);
             }
         }
@@ -524,7 +559,10 @@ impl Chronus {
             command.fed.take(&From::default(), bytes.len());
         }
         match &mut command.stdin {
-            Some(stdin) if !stdin.close_after => stdin.queue.extend_from_slice(bytes),
+            Some(stdin) if !stdin.close_after => {
+                stdin.queue.extend_from_slice(bytes);
+                command.last_key = bytes.last().copied().unwrap_or(command.last_key);
+            }
             _ => {}
         }
         self.push_stdin(number, epoll);
@@ -562,7 +600,11 @@ impl Chronus {
     }
 
     pub fn stdin_close(&mut self, number: u32, epoll: &Epoll) {
-        if let Some(stdin) = self.commands.get_mut(&number).and_then(|command| command.stdin.as_mut()) {
+        let Some(command) = self.commands.get_mut(&number) else { return };
+        if let Some(stdin) = command.stdin.as_mut().filter(|stdin| !stdin.close_after) {
+            if let Some(terminal) = &command.terminal {
+                stdin.queue.extend(terminal.end_of_input(command.last_key));
+            }
             stdin.close_after = true;
         }
         self.push_stdin(number, epoll);
@@ -619,6 +661,17 @@ impl Chronus {
             unsafe { libc::kill(-command.pid, signal) };
         }
         Ok(())
+    }
+
+    /// `exec.resize`: another size for a command's terminal.
+    pub fn resize(&self, params: Value) -> Result<(), Fault> {
+        let size = Size::of(params)?;
+        let command = self.get(self.find(exec_id(params)?)?).ok_or_else(|| unknown("of this terminal"))?;
+        let Some(terminal) = &command.terminal else {
+            return Err(Fault::new("conflict", format!("command {:?} has no terminal, or has ended", command.exec_id))
+                .hint("only a command that was started with pty has a size"));
+        };
+        terminal.resize(size).map_err(|errno| Fault::internal("cannot resize the terminal", errno))
     }
 
     pub fn list(&self) -> Vec<u8> {

@@ -560,6 +560,7 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
             Ok(Outcome::Reply(ended.map_or_else(|| Pack::default().nil().0, done)))
         }
         "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
+        "exec.resize" => chronus.resize(params).and_then(|()| nothing()),
         "exec.list" => Ok(Outcome::Reply(chronus.list())),
         "session.open" => Ok(Outcome::Work(Work::Opened { session: chronus.session_open(params, epoll)? })),
         "session.close" => Ok(Outcome::Work(Work::Closed { session: chronus.session_close(params)? })),

@@ -19,6 +19,7 @@ mod reasons;
 mod spawn;
 mod stage;
 mod tar;
+mod terminal;
 mod untar;
 mod users;
 mod walk;
@@ -198,7 +199,7 @@ impl Aether {
             token::CONN => self.read(event),
             token::PIPE => self.chronus.on_pipe(number, &self.epoll, &mut self.scratch),
             token::STATUS => self.chronus.on_status(number),
-            token::STDIN if events & libc::EPOLLERR != 0 => self.chronus.stdin_gone(number),
+            token::STDIN if events & (libc::EPOLLERR | libc::EPOLLHUP) != 0 => self.chronus.stdin_gone(number),
             token::STDIN => self.chronus.push_stdin(number, &self.epoll),
             token::REPORT => self.chronus.on_report(number, &mut self.scratch),
             token::SCRIPT if events & libc::EPOLLERR != 0 => self.chronus.script_gone(number),

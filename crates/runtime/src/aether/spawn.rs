@@ -3,6 +3,7 @@
 use super::fault::{describe, Fault};
 use super::limits::Limits;
 use super::os::{self, check, errno, Errno, Fd};
+use super::terminal;
 use super::users::{self, User};
 use crate::birth::Birth;
 use crate::inside::groups::Groups;
@@ -205,6 +206,9 @@ fn environment<'a>(
         (b"LOGNAME", name),
         (b"SHELL", shell),
     ]);
+    if params.get("pty").is_some() {
+        env.insert(b"TERM", b"xterm-256color");
+    }
     env.extend(birth.env.iter().map(|(name, value)| (name.as_bytes(), value.as_bytes())));
     if let Some(entries) = params.get("env") {
         let mut entries = entries.entries().ok_or_else(|| Fault::invalid("env must be a map"))?;
@@ -344,6 +348,8 @@ pub struct Ends {
     pub status: Fd,
     /// Others, with their numbers in the child in rising order.
     pub more: Vec<(Fd, i32)>,
+    /// All three are a terminal, which becomes the command's own.
+    pub terminal: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -401,6 +407,10 @@ pub fn explain(report: &[u8; REPORT], plan_name: &[u8], cwd: &[u8], user: &str) 
 impl Plan {
     pub fn cwd(&self) -> &[u8] {
         if self.onwards.starts.is_empty() { &self.cwds } else { &self.onwards }.get(0)
+    }
+
+    pub fn uid(&self) -> u32 {
+        self.user.uid
     }
 
     pub fn user_name(&self) -> String {
@@ -467,6 +477,9 @@ impl Child<'_> {
             self.join_limits();
             self.reset_process();
             self.set_descriptors();
+            if self.ends.terminal {
+                self.must(Stage::Descriptors, terminal::take_control());
+            }
             self.become_user();
             self.enter_directory();
             if !self.plan.limits.set() {

@@ -2,6 +2,7 @@
 
 mod ports;
 mod sessions;
+mod terminals;
 mod watches;
 
 use super::*;
@@ -52,7 +53,7 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
             0 => {
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 libc::close(tell);
-                mount_own_proc();
+                mount_own();
                 serve(Sandbox {
                     birth,
                     listener,
@@ -72,13 +73,15 @@ fn keep_aether(tell: i32, listener: i32, spill: i32, cgroup2: i32, birth: Birth)
     }
 }
 
-/// In a mount namespace of its own: pids are looked up there, and must be those of the namespace.
-fn mount_own_proc() {
+/// In a mount namespace of its own: pids are looked up there, and must be those of the namespace; and terminals.
+fn mount_own() {
     let (proc, flags) = (c"proc".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
     unsafe {
         assert_eq!(libc::unshare(libc::CLONE_NEWNS), 0);
         assert_eq!(libc::mount(proc, c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()), 0);
         assert_eq!(libc::mount(proc, c"/proc".as_ptr(), proc, 0, std::ptr::null()), 0);
+        let (devpts, options) = (c"devpts".as_ptr(), c"gid=5,mode=0620,ptmxmode=0666,max=3".as_ptr());
+        assert_eq!(libc::mount(devpts, c"/dev/pts".as_ptr(), devpts, 0, options.cast()), 0);
     }
 }
 

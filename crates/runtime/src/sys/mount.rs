@@ -8,12 +8,14 @@ use std::ptr::null;
 
 const OPEN_TREE_CLONE: u32 = 1;
 const MOVE_MOUNT_F_EMPTY_PATH: u32 = 4;
+const MOVE_MOUNT_T_EMPTY_PATH: u32 = 0x40;
 const FSCONFIG_SET_FLAG: u32 = 0;
 const FSCONFIG_SET_STRING: u32 = 1;
 const FSCONFIG_CMD_CREATE: u32 = 6;
 pub const ATTR_RDONLY: u64 = 1;
 pub const ATTR_NOSUID: u64 = 2;
 pub const ATTR_NODEV: u64 = 4;
+pub const ATTR_NOEXEC: u64 = 8;
 pub const ATTR_NOATIME: u64 = 0x10;
 const ATTR_ATIME_MASK: u64 = 0x70;
 const ATTR_IDMAP: u64 = 0x10_0000;
@@ -53,6 +55,12 @@ fn set_attr(fd: RawFd, attr: &MountAttr) -> Result<()> {
 pub fn attach(tree: RawFd, target: &CStr) -> Result<()> {
     let (empty, flags) = (c"".as_ptr(), MOVE_MOUNT_F_EMPTY_PATH);
     unsafe { sys!(SYS_move_mount, tree, empty, libc::AT_FDCWD, target.as_ptr(), flags) }.map(drop)
+}
+
+/// Attaches a detached mount on a directory that was opened before.
+pub fn attach_on(tree: RawFd, target: &OwnedFd) -> Result<()> {
+    let (empty, flags) = (c"".as_ptr(), MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH);
+    unsafe { sys!(SYS_move_mount, tree, empty, target.as_raw_fd(), empty, flags) }.map(drop)
 }
 
 /// Moves the mount at one path, with all that is mounted in it, to another.

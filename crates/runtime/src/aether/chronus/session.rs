@@ -203,7 +203,14 @@ fn make_pipes(shell: &Shell) -> os::Result<Pipes> {
         mark(&state, STICKY)?;
         more.push((os::duplicate(&state)?, place));
     }
-    let ends = Ends { stdin: script_end, stdout: stdout_end, stderr: Some(stderr_end), status: status_end, more };
+    let ends = Ends {
+        stdin: script_end,
+        stdout: stdout_end,
+        stderr: Some(stderr_end),
+        status: status_end,
+        more,
+        terminal: false,
+    };
     Ok(Pipes { ends, script, reports, status, input, readers: [stdout, stderr], outputs })
 }
 
@@ -451,6 +458,8 @@ impl Chronus {
             idle,
             last_output: now,
             stdin: stdin.map(|fd| Stdin { fd, queue, written: 0, close_after }),
+            terminal: None,
+            last_key: b'\n',
             fed,
             stdin_taken: 0,
             stdin_owed: 0,
