@@ -202,7 +202,7 @@ impl Supervisor {
         let Ok(text) = std::fs::read_to_string(self.pids.join(&name)) else { return };
         let Some((pid, start)) = parse_pid(&text) else { return };
         let role = &mut self.roles[at];
-        match process::open_started(pid, start) {
+        match process::open_started(pid, start).filter(|pidfd| !process::has_ended(pidfd)) {
             Some(pidfd) => {
                 role.running = Some(Running { pidfd, started_us: now_us(), ready: None, said: Vec::new() });
                 role.due = None;

@@ -49,6 +49,13 @@ pub fn wait_readable(fd: &OwnedFd, patience_us: u64) {
     let _ = unsafe { sys!(SYS_ppoll, &raw mut poll, 1, &raw const patience, 0, 8) };
 }
 
+/// Whether the process is over, be it reaped or not.
+pub fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    matches!(unsafe { sys!(SYS_ppoll, &raw mut poll, 1, &raw const at_once, 0, 8) }, Ok(1))
+}
+
 /// Start time of a process in clock ticks since boot; with the pid it names a process for ever.
 pub fn start_time(pid: i32) -> Result<u64> {
     let stat = super::read_file(libc::AT_FDCWD, &super::c(format!("/proc/{pid}/stat")))?;
