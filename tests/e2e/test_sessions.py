@@ -139,6 +139,28 @@ async def test_bounded_and_gone_with_the_sandbox(client: dsec.DSecClient, sandbo
         await session.run_shell("true")
 
 
+async def test_a_signal_to_the_shell_itself_ends_the_command(sandbox: dsec.Sandbox) -> None:
+    async with await sandbox.open_session(cwd="/usr") as session:
+        await session.run_shell("n=1; f() { echo f$n; }", check=True)
+        for signal, code in (("TERM", 143), ("HUP", 129), ("USR1", 138), ("15", 143), ("ALRM", 142)):
+            result = await session.run_shell(f"echo a; false; kill -{signal} $$; echo b")
+            assert (result.exit_code, result.text, result.stderr) == (code, "a\n", b"")
+            assert (await session.run_shell("f; pwd; trap; trap -p")).text == "f1\n/usr\n"
+        for line in ("(kill $BASHPID)", "bash -c 'kill $$'", "sleep 1000 & kill $!; wait $!"):
+            assert (await session.run_shell(line)).exit_code == 143
+        await session.run_shell("trap 'echo caught' TERM USR2; trap '' sighup")
+        shown = await session.run_shell("kill $$; kill -USR2 $$; kill -1 $$; exit 3")
+        assert (shown.exit_code, shown.text) == (3, "caught\ncaught\n")
+        kept = (await session.run_shell("trap")).text.splitlines()
+        assert sorted(kept) == ["trap -- '' SIGHUP", "trap -- 'echo caught' SIGTERM", "trap -- 'echo caught' SIGUSR2"]
+        assert (await session.run_shell("kill $$")).text == "caught\n"
+        await session.run_shell("trap - SIGTERM 1; trap USR2")
+        assert (await session.run_shell("trap")).text == ""
+        assert (await session.run_shell("set -u; IFS=ER; trap : QUIT; kill $$")).exit_code == 143
+        assert (await session.run_shell("kill -HUP $$")).exit_code == 129
+        assert (await session.run_shell("trap; trap nonsense NONSENSE")).exit_code == 1
+
+
 @pytest.mark.parametrize("victims", [("edge",), ("apiserver",), ("apiserver", "edge")])
 async def test_it_survives_the_platform_in_the_middle_of_a_command(
     states: list[Path],  # noqa: F811

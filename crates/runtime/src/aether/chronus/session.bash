@@ -27,6 +27,27 @@ __dsec_settle='case ${__dsec_debug+x} in x) builtin trap - DEBUG ${__dsec_none-}
 case $__dsec_reset in ?*) builtin trap - $__dsec_reset; __dsec_reset= ;; esac'
 __dsec_arm='builtin trap "$__dsec_on_exit" EXIT
 case $__dsec_int in "") builtin trap "" INT ;; *) builtin trap "$__dsec_on_int" INT ;; esac'
+# A signal that ends a shell ends the command, as `exit` does with its code, unless the user traps it: those in __dsec_theirs.
+# Left to itself bash would run the EXIT trap without a word of the signal.
+declare -A __dsec_theirs=() \
+  __dsec_fatal=([HUP]=129 [USR1]=138 [USR2]=140 [PIPE]=141 [ALRM]=142 [TERM]=143 [XCPU]=152 [XFSZ]=153)
+__dsec_endings='for __dsec_name in "${!__dsec_fatal[@]}"; do
+  case ${__dsec_theirs[$__dsec_name]+x} in "") __dsec_on - "$__dsec_name" ;; esac
+done'
+__dsec_on() {
+  builtin local name=${2^^}
+  name=${name#SIG}
+  case $name in
+    1) name=HUP ;; 10) name=USR1 ;; 12) name=USR2 ;; 13) name=PIPE ;;
+    14) name=ALRM ;; 15) name=TERM ;; 24) name=XCPU ;; 25) name=XFSZ ;;
+  esac
+  case ${__dsec_fatal[${name:-.}]+x}:$1 in
+    x:-) builtin unset "__dsec_theirs[$name]"
+      builtin trap "builtin exit \"${__dsec_fatal[$name]}\${__dsec_none-}\"" "$name" ;;
+    x:*) builtin trap -- "$1" "$name" && __dsec_theirs[$name]= ;;
+    *) builtin trap -- "$1" "$2" ;;
+  esac
+}
 # ERR, DEBUG and RETURN see the user's commands, not ours around them.
 __dsec_unseen='case $BASH_COMMAND in \\builtin\ \\eval*|*__dsec_*) ;; *)'
 __dsec_save() { __dsec_rc=$1; }
@@ -40,9 +61,10 @@ __dsec_dump() {
   builtin printf 'builtin set --'
   builtin printf ' %q' "$@"
   builtin echo
-  builtin trap -p HUP QUIT PIPE ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU WINCH XCPU XFSZ
+  builtin trap -p QUIT CHLD CONT TSTP TTIN TTOU WINCH "${!__dsec_theirs[@]}"
   builtin alias -p
   builtin echo '\builtin \eval ": >|/proc/self/fd/22"'
+  builtin echo '\builtin \eval "$__dsec_endings"'
   builtin echo '\builtin \eval "$__dsec_arm"'
   builtin echo '\builtin \eval "$__dsec_traps"'
   builtin echo '\builtin \eval "$__dsec_options"'
@@ -73,7 +95,7 @@ trap() {
           action=__dsec_of_$name
           case ${!action+x} in x) builtin printf 'trap -- %q %s\n' "${!action}" "$name" ;; esac
         done
-        builtin trap -p HUP QUIT PIPE ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU WINCH XCPU XFSZ
+        builtin trap -p QUIT CHLD CONT TSTP TTIN TTOU WINCH "${!__dsec_theirs[@]}"
         builtin return ;;
       esac
       builtin trap "$@"; builtin return ;;
@@ -94,7 +116,7 @@ $action
 ;; esac}" "$name"
             __dsec_reset=${__dsec_reset// $name}; builtin printf -v "__dsec_of_$name" %s "$action" ;;
         esac ;;
-      *) builtin trap -- "$action" "$name" || status=1 ;;
+      *) __dsec_on "$action" "$name" || status=1 ;;
     esac
   done
   builtin return "$status"
@@ -104,5 +126,6 @@ __dsec_arm='__dsec_control=255
 while [[ ! /proc/self/fd/$__dsec_control -ef /dev/stdin && $__dsec_control -gt 3 ]]; do ((__dsec_control--)); done
 builtin exec 0</dev/null
 '"$__dsec_arm"
+builtin eval "$__dsec_endings"
 builtin eval "$__dsec_arm"
 builtin printf 'ready\n' >&20
