@@ -38,6 +38,19 @@ class Outer:
     def type(self, keys: bytes) -> None:
         assert os.write(self._master, keys) == len(keys)
 
+    async def paste(self, text: bytes) -> None:
+        """More than the terminal holds: the rest is given as the program takes it."""
+        async with asyncio.timeout(DEADLINE_S):
+            while text:
+                try:
+                    text = text[os.write(self._master, text) :]
+                except BlockingIOError:
+                    await asyncio.sleep(0)
+
+    def cook(self, modes: list[object]) -> None:
+        """Another program has the terminal and sets its modes."""
+        termios.tcsetattr(self._slave, termios.TCSANOW, modes)  # type: ignore[arg-type]
+
     async def until(self, wanted: bytes) -> bytes:
         """What was shown before `wanted`, which is shown within the deadline; both count as looked at."""
         seen = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import sys
@@ -90,6 +91,37 @@ async def test_single_keys_and_type_ahead_keep_their_order(platform: Platform) -
         assert await window.code() == 0
 
 
+async def test_what_is_typed_early_and_what_is_pasted_arrives(platform: Platform) -> None:
+    pasted = bytes(range(32, 127)) * 6000  # 570 kB
+    program = (
+        "import os, sys, tty, hashlib\n"
+        "line = input(); tty.setraw(0); print(line.upper(), flush=True)\n"
+        f"left, seen = {len(pasted)}, hashlib.sha256()\n"
+        "while left: data = os.read(0, min(left, 65536)); left -= len(data); seen.update(data)\n"
+        "print(seen.hexdigest(), flush=True)\n"
+    )
+    async with platform.window("exec", "-it", platform.sandbox.id, "--", sys.executable, "-c", program) as window:
+        window.type(b"early\r")
+        await window.until(b"EARLY")
+        await window.is_raw()
+        await window.paste(pasted)
+        await window.until(hashlib.sha256(pasted).hexdigest().encode())
+        assert await window.code() == 0
+
+
+async def test_it_takes_the_terminal_again_after_a_stop(platform: Platform) -> None:
+    async with platform.window("exec", "-it", platform.sandbox.id, "-e", "PS1=ready> ", "--", *SHELL) as window:
+        before = window.modes()
+        await _shell(window)
+        window.process.send_signal(signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, window.process.pid, os.WSTOPPED | os.WNOWAIT)
+        window.cook(before)
+        window.process.send_signal(signal.SIGCONT)
+        await window.is_raw()
+        window.type(b"exit 6\r")
+        assert await window.code() == 6 and window.modes() == before
+
+
 async def test_detach_and_come_back(platform: Platform) -> None:
     start = ("exec", "-it", platform.sandbox.id, "-e", "PS1=ready> ", "--", *SHELL)
     async with platform.window(*start) as window:
@@ -162,6 +194,32 @@ async def test_a_run_in_a_terminal_leaves_no_sandbox(platform: Platform) -> None
         window.type(b"5\r")
         assert await window.code() == 5
     assert [box.id for box in platform.edge.boxes.values() if box.state is sdk.State.RUNNING] == [platform.sandbox.id]
+
+
+async def test_a_run_that_is_left_keeps_its_sandbox(platform: Platform) -> None:
+    async with platform.window("run", "-it", "debian@12", "--", "bash", "-c", "read -p 'ready> '") as window:
+        await _shell(window)
+        window.type(b"\x10\x11")
+        await window.until(b"dsec attach ")
+        sandbox, exec_id = (await window.until(b"\r\n")).decode().split()
+        await window.until(f"kept: {sandbox}\r\n".encode())
+        assert await window.code() == 0
+    assert platform.edge.boxes[sandbox].state is sdk.State.RUNNING
+    async with platform.window("attach", sandbox, exec_id) as window:
+        await _shell(window)
+        window.type(b"\r")
+        assert await window.code() == 0
+    async with platform.window("attach", sandbox, exec_id) as window:  # over: all of it, and its code
+        await window.until(b"ready> ")
+        assert await window.code() == 0
+
+
+async def test_a_terminal_to_look_at(platform: Platform) -> None:
+    async with platform.window("exec", "-t", platform.sandbox.id, "--", "sh", "-c", "tty; stty size; exit 3") as window:
+        before = window.modes()
+        await window.until(b"/dev/pts/")
+        await window.until(b"30 100")
+        assert await window.code() == 3 and window.modes() == before
 
 
 async def test_sdk_terminal(platform: Platform) -> None:

@@ -106,6 +106,23 @@ async def test_much_output_is_exact(window: Windows, sandbox: dsec.Sandbox) -> N
     assert hashlib.sha256(shown).digest() == hashlib.sha256(bytes(range(256)) * 40960).digest()
 
 
+async def test_what_is_pasted_arrives(window: Windows, sandbox: dsec.Sandbox) -> None:
+    pasted = bytes(range(32, 127)) * 6000  # 570 kB
+    program = (
+        "import os, tty, hashlib\n"
+        "tty.setraw(0); print('on', flush=True)\n"
+        f"left, seen = {len(pasted)}, hashlib.sha256()\n"
+        "while left: data = os.read(0, min(left, 65536)); left -= len(data); seen.update(data)\n"
+        "print(seen.hexdigest(), flush=True)\n"
+    )
+    async with window("exec", "-it", sandbox.id, "--", "python3", "-c", program) as editor:
+        await editor.until(b"on")
+        await editor.is_raw()
+        await editor.paste(pasted)
+        await editor.until(hashlib.sha256(pasted).hexdigest().encode())
+        assert await editor.code() == 0
+
+
 async def test_detach_and_come_back(window: Windows, sandbox: dsec.Sandbox) -> None:
     async with window.bash(sandbox) as shell:
         before = shell.modes()

@@ -96,12 +96,20 @@ async def _converse(process: Process, cursor: int) -> ExecResult | None:
 def _raw() -> Iterator[None]:
     """What was typed before stays, and what is shown is not waited for: neither may hang or get lost."""
     before = termios.tcgetattr(0)
-    tty.setraw(0, termios.TCSANOW)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGCONT, _make_raw)  # whoever had stopped us had the terminal meanwhile
+    _make_raw()
     try:
         yield
     finally:
+        loop.remove_signal_handler(signal.SIGCONT)
         with suppress(termios.error):  # it is gone
             termios.tcsetattr(0, termios.TCSANOW, before)
+
+
+def _make_raw() -> None:
+    with suppress(termios.error):
+        tty.setraw(0, termios.TCSANOW)
 
 
 # -- size --
