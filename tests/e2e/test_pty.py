@@ -203,6 +203,21 @@ async def test_nothing_inside_stands_in_for_it(sandbox: dsec.Sandbox) -> None:
         assert await said(sandbox, "tty") == "/dev/pts/0\r\n"
 
 
+async def test_what_a_terminal_may_not_be_asked(sandbox: dsec.Sandbox) -> None:
+    for request in (0x5412, 0x5423, 0x541C):  # TIOCSTI, TIOCSETD to the discipline it has, TIOCLINUX
+        line = f"perl -e '$a = pack(q(i), 0); ioctl(STDIN, {request}, $a); print $!'"
+        assert await said(sandbox, line) == "Operation not permitted"
+
+
+async def test_many_sandboxes_at_once(client: dsec.DSecClient) -> None:
+    async def one() -> None:
+        async with client.run_container(dsec.DSecContainerRunArgs(container_image=BASE)) as sandbox:
+            ways = await asyncio.gather(*(said(sandbox, "tty; cat /proc/mounts | grep -c devpts") for _ in range(3)))
+            assert {way.split()[1] for way in ways} == {"1"}
+
+    await asyncio.gather(*(one() for _ in range(20)))
+
+
 async def test_there_are_not_too_many(sandbox: dsec.Sandbox) -> None:
     many = [await sandbox.start(["sleep", "100"], pty=PtySize()) for _ in range(64)]
     with pytest.raises(dsec.CapacityError, match="terminals"):

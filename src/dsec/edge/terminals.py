@@ -15,18 +15,22 @@ from dsec.protocol.errors import ErrorKind, Fault
 from .sandbox import Sandbox
 
 _PATIENCE_S = 10.0
+_AT_ONCE = 8  # helpers, however many sandboxes want terminals in one moment
 
 
 class Terminals:
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def ready(self, sandbox: Sandbox) -> None:
         """Returns when the sandbox can have terminals. Fault INTERNAL with what the helper said; the next command tries anew."""
         async with sandbox.mounting:
-            if not sandbox.has_terminals:
+            if sandbox.has_terminals:
+                return
+            async with self._places:
                 await self._mount(sandbox)
-                sandbox.has_terminals = True
+            sandbox.has_terminals = True
 
     async def _mount(self, sandbox: Sandbox) -> None:
         if sandbox.pidfd < 0 or sandbox.dying.is_set():

@@ -76,6 +76,7 @@ enum Check {
 const NAMESPACES: u32 = 0x7E02_0000;
 const NEWTIME: u32 = 0x80;
 const ADDR_NO_RANDOMIZE: u32 = 0x0004_0000;
+const TIOCSETD: u32 = 0x5423;
 
 /// Refused outright. Most need capabilities that a sandbox has not; they are here because the kernel's code behind them
 /// should not even be reached.
@@ -200,8 +201,9 @@ impl Check {
             ],
             Check::Ioctl => vec![
                 op(LOAD, argument(1)),
-                equal(libc::TIOCSTI as u32, 5, 0),
-                equal(libc::TIOCLINUX as u32, 4, 0),
+                equal(libc::TIOCSTI as u32, 6, 0),
+                equal(libc::TIOCLINUX as u32, 5, 0),
+                equal(TIOCSETD, 4, 0), // other line disciplines: modules of the kernel, and seconds under a terminal's lock
                 op(AND, 0xff00),
                 equal(0x9400, 3, 0), // btrfs: a subvolume made in /dev/shm would escape the quota
                 equal(0x5800, 2, 0), // XFS and freezing of filesystems
@@ -426,8 +428,16 @@ mod tests {
         assert_eq!(verdict(libc::SYS_personality, &[8]), EPERM);
         assert_eq!(verdict(libc::SYS_ioctl, &[0, 0x5000_940e]), ERRNO | libc::ENOTTY as u32);
         assert_eq!(verdict(libc::SYS_ioctl, &[0, 0x8004_587d]), ERRNO | libc::ENOTTY as u32);
-        assert_eq!(verdict(libc::SYS_ioctl, &[0, libc::TIOCSTI]), EPERM);
-        assert_eq!(verdict(libc::SYS_ioctl, &[0, libc::TIOCGWINSZ]), ALLOW);
+        for refused in [libc::TIOCSTI, libc::TIOCLINUX, u64::from(TIOCSETD)] {
+            assert_eq!(verdict(libc::SYS_ioctl, &[0, refused]), EPERM);
+            assert_eq!(verdict(libc::SYS_ioctl, &[0, 1 << 32 | refused]), EPERM, "the kernel ignores the high half");
+        }
+        let sizes = [libc::TIOCGWINSZ, libc::TIOCSWINSZ];
+        let modes = [libc::TCGETS, libc::TCSETS, libc::TCSETSW, libc::TCSETSF, libc::TIOCGPGRP, libc::TIOCSPGRP];
+        let pairs = [libc::TIOCSCTTY, libc::TIOCNOTTY, libc::TIOCGPTN, libc::TIOCSPTLCK, libc::TIOCGPTPEER];
+        for allowed in sizes.into_iter().chain(modes).chain(pairs) {
+            assert_eq!(verdict(libc::SYS_ioctl, &[0, allowed]), ALLOW, "{allowed:x}");
+        }
         for family in [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK] {
             assert_eq!(verdict(libc::SYS_socket, &[family as u64, 1, 0]), ALLOW);
         }
