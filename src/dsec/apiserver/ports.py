@@ -15,6 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream, Note, decode
+from dsec.protocol.specs import Arrival, Listening
 
 from .bodies import ErrorReply, decode_json
 from .exchange import INCARNATION, Exchange, encode, error_body
@@ -28,20 +29,6 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A text message of the client."""
 
     end: bool = False
-
-
-class Listening(msgspec.Struct, frozen=True):
-    """First text message of an exposed service: where it is inside."""
-
-    address: str
-    port: int
-
-
-class Arrival(msgspec.Struct, frozen=True):
-    """A connection from inside that waits for a WebSocket of its own; peer is `address:port` inside."""
-
-    connection: int
-    peer: str
 
 
 async def forward(x: Exchange, socket: WebSocket) -> None:

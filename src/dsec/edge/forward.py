@@ -7,11 +7,12 @@ from contextlib import AsyncExitStack
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call
+from dsec.protocol.specs import Listening
 
 from . import ports
 from .lifecycle import Lifecycle
 from .names import Names
-from .ports import Duplex, Listener, Listening
+from .ports import Duplex, Listener
 from .relay import Target
 from .sandbox import Sandbox
 

@@ -10,28 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
-import msgspec
-
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream, Note, decode
+from dsec.protocol.specs import Arrival, Listening
 
 from .sandbox import Sandbox
 
 BACKLOG = 128
-
-
-class Listening(msgspec.Struct, frozen=True):
-    """First event of `port.listen`: where it listens."""
-
-    address: str
-    port: int
-
-
-class Arrival(msgspec.Struct, frozen=True):
-    """A connection that waits to be taken with `port.accept`; peer is `address:port` inside."""
-
-    connection: int
-    peer: str
 
 
 class Duplex:

@@ -265,6 +265,20 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     ended: str | None = None
 
 
+class Listening(msgspec.Struct, frozen=True):
+    """The first word of a listener inside: where it listens."""
+
+    address: str
+    port: int
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A connection from inside that waits to be taken; peer is `address:port` inside."""
+
+    connection: int
+    peer: str
+
+
 class FileKind(str, Enum):
     FILE = "file"
     DIRECTORY = "directory"
