@@ -17,6 +17,7 @@ from dsec.edge import lifecycle as module
 from dsec.edge.admission import Admission
 from dsec.edge.journal import Journal
 from dsec.edge.lifecycle import Lifecycle
+from dsec.edge.sandbox import Sandbox
 from dsec.layers import Environment
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
@@ -193,6 +194,24 @@ async def test_a_death_is_seen_and_named(life: Lifecycle, backend: Backend) -> N
     with pytest.raises(Fault) as caught:
         life.running(created.id)
     assert caught.value.body.kind is ErrorKind.UNAVAILABLE and caught.value.body.details["reason"] == "agent_lost"
+
+
+@pytest.mark.parametrize("days", [400, -400])
+async def test_a_jump_of_the_hosts_clock_ends_nothing_and_keeps_nothing(
+    life: Lifecycle, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    lasting = await life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=60, ttl_total=60), 10)
+    short = await life.create(DSecContainerRunArgs("debian@12", ttl_running_stop=None, ttl_total=0.05), 10)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + days * 86_400)
+    watcher = asyncio.create_task(life.watch_ttls())
+    ends = life.get(short.id)
+    assert isinstance(ends, Sandbox)
+    async with asyncio.timeout(DEADLINE):
+        await ends.ended.wait()
+    watcher.cancel()
+    assert ends.reason is Reason.TTL_TOTAL
+    assert life.running(lasting.id).state is State.RUNNING
 
 
 async def test_ttls(life: Lifecycle) -> None:
