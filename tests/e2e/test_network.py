@@ -324,7 +324,7 @@ async def test_the_platform_is_out_of_reach(sandbox: Sandbox, client: DSecClient
         text, _ = await curl(sandbox, "-p", "--noproxy", "", "-x", "http://127.0.0.1:18080", f"http://{target}/healthz")
         assert "403 Denied" in text, text
     assert "Failed to connect" in (await curl(sandbox, f"http://{host}:{port}/healthz"))[0], "nor by a socket"
-    for line in ("exec 3<>/dev/tcp/1.1.1.1/53", "getent hosts pypi.org", "getent hosts pypi"):
+    for line in ("exec 3<>/dev/tcp/1.1.1.1/53", "getent hosts files.example.org", "getent hosts pypi"):
         result = await sandbox.run_shell(line, timeout=20)
         assert not result.ok and result.timed_out is None and result.duration_s < 5, line
 
@@ -379,7 +379,7 @@ async def test_https_end_to_end(client: DSecClient, authority: Authority) -> Non
         await sandbox.files.write("/ca.pem", authority.pem.read_text())
         text, _ = await curl(sandbox, "--cacert", "/ca.pem", "https://git.corp/hello")
         assert text.startswith("HTTP/1.1 200 Connection established") and text.endswith("hello over TLS")
-        for other in ("pypi.org", "other.corp"):  # another name in TLS than in CONNECT
+        for other in ("files.example.org", "other.corp"):  # another name in TLS than in CONNECT
             line = f"openssl s_client -proxy 127.0.0.1:18080 -connect git.corp:443 -servername {other} </dev/null 2>&1"
             result = await sandbox.run_shell(f"command -v openssl >/dev/null && {line} || echo none")
             assert "access denied" in result.text or result.text.endswith("none\n"), result.text
