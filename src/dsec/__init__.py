@@ -58,9 +58,12 @@ if TYPE_CHECKING:
     from dsec.sdk.errors import InvalidRequest as InvalidRequest
     from dsec.sdk.errors import NoSpace as NoSpace
     from dsec.sdk.errors import NotFound as NotFound
+    from dsec.sdk.errors import OutcomeUnknown as OutcomeUnknown
     from dsec.sdk.errors import PermissionDenied as PermissionDenied
     from dsec.sdk.errors import QuotaExceeded as QuotaExceeded
+    from dsec.sdk.errors import ReplayDivergence as ReplayDivergence
     from dsec.sdk.errors import RequestTimeout as RequestTimeout
+    from dsec.sdk.errors import RolloutFenced as RolloutFenced
     from dsec.sdk.errors import SandboxUnavailable as SandboxUnavailable
     from dsec.sdk.errors import SessionEnded as SessionEnded
     from dsec.sdk.errors import TooLarge as TooLarge
@@ -94,8 +97,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.sdk.errors": (
         "AuthenticationError", "CapacityError", "CommandFailed", "CommandTimedOut", "Conflict", "ConnectTimeout",
         "ConnectionLost", "CreateFailed", "CreateTimeout", "DSecError", "FileError", "InternalError", "InvalidRequest",
-        "NoSpace", "NotFound", "PermissionDenied", "QuotaExceeded", "RequestTimeout", "SandboxUnavailable", "SessionEnded",
-        "TooLarge", "Unsupported",
+        "NoSpace", "NotFound", "OutcomeUnknown", "PermissionDenied", "QuotaExceeded", "ReplayDivergence", "RequestTimeout",
+        "RolloutFenced", "SandboxUnavailable", "SessionEnded", "TooLarge", "Unsupported",
     ),
     "dsec.sdk.files": ("Files",),
     "dsec.sdk.layers": ("Layers",),

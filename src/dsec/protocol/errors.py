@@ -23,6 +23,9 @@ class ErrorKind(str, Enum):
     CREATE_FAILED = "create_failed"
     UNAVAILABLE = "sandbox_unavailable"
     SESSION_ENDED = "session_ended"
+    DIVERGED = "replay_divergence"
+    FENCED = "rollout_fenced"
+    OUTCOME_UNKNOWN = "outcome_unknown"
     TIMEOUT = "timeout"
     TOO_LARGE = "too_large"
     UNSUPPORTED = "unsupported"
@@ -50,6 +53,9 @@ STATUS: dict[ErrorKind, int] = {
     ErrorKind.CREATE_FAILED: 500,
     ErrorKind.UNAVAILABLE: 410,
     ErrorKind.SESSION_ENDED: 410,
+    ErrorKind.DIVERGED: 409,
+    ErrorKind.FENCED: 409,
+    ErrorKind.OUTCOME_UNKNOWN: 409,
     ErrorKind.TIMEOUT: 504,
     ErrorKind.TOO_LARGE: 413,
     ErrorKind.UNSUPPORTED: 501,

@@ -12,6 +12,7 @@ _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, 
 _PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
 EDGE_NAME = re.compile(r"[a-z0-9]([a-z0-9]{0,14}[a-z0-9])?")
 _SANDBOX_ID = re.compile(r"sb-(?P<edge>[a-z0-9]{1,16})-(?P<random>[0-9a-z]{12})")
+_HOME_ID = re.compile(r"(?:ro|jb)-(?P<edge>[a-z0-9]{1,16})-(?P<random>[0-9a-z]{12})")
 _EXEC_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -24,6 +25,22 @@ def _random(length: int, bits: Callable[[int], int] = secrets.randbits) -> str:
 def new_sandbox_id(edge: str) -> str:
     """`sb-<edge>-<12 random characters>`; 60 random bits."""
     return f"sb-{edge}-{_random(12)}"
+
+
+def new_rollout_id(edge: str) -> str:
+    """`ro-<edge>-<12 random characters>`: the edge that keeps its log."""
+    return f"ro-{edge}-{_random(12)}"
+
+
+def new_job_id(edge: str) -> str:
+    """`jb-<edge>-<12 random characters>`: the edge that keeps its record."""
+    return f"jb-{edge}-{_random(12)}"
+
+
+def home_of(id: str) -> str | None:
+    """The edge that a rollout's or a job's id names, or None when it is neither."""
+    match = _HOME_ID.fullmatch(id)
+    return match["edge"] if match else None
 
 
 def edge_of(sandbox_id: str) -> str | None:

@@ -99,6 +99,40 @@ class Conflict(DSecError):
     kind = ErrorKind.CONFLICT
 
 
+class ReplayDivergence(Conflict):
+    """A rollout was asked for another step than the recorded one; the message has both, field by field. Nothing was run.
+
+    `.step` is its number; `.recorded` and `.asked` are the two requests, canonical JSON.
+    """
+
+    kind = ErrorKind.DIVERGED
+
+    @property
+    def step(self) -> int | None:
+        value = self.details.get("step")
+        return value if isinstance(value, int) else None
+
+    @property
+    def recorded(self) -> str:
+        return str(self.details.get("recorded", ""))
+
+    @property
+    def asked(self) -> str:
+        return str(self.details.get("asked", ""))
+
+
+class RolloutFenced(Conflict):
+    """Another client has opened the rollout since: this one may not go on. Whoever opened it last has it."""
+
+    kind = ErrorKind.FENCED
+
+
+class OutcomeUnknown(Conflict):
+    """A recorded step may have run, and nothing can tell any more what came of it. It is not run again."""
+
+    kind = ErrorKind.OUTCOME_UNKNOWN
+
+
 class Unsupported(DSecError, NotImplementedError):
     """This installation cannot do it; `dsec doctor` says why."""
 
@@ -254,7 +288,8 @@ _CLASSES: dict[ErrorKind, type[DSecError]] = {
     for cls in (
         AuthenticationError, PermissionDenied, QuotaExceeded, InvalidRequest, TooLarge, NotFound, Conflict, Unsupported,
         InternalError, CapacityError, ConnectionLost, SessionEnded, RequestTimeout, CreateFailed, SandboxUnavailable, FileError,
-        FileMissing, FileAlreadyThere, IsADirectory, NotADirectory, FilePermission, NoSpace, FileInvalid,
+        FileMissing, FileAlreadyThere, IsADirectory, NotADirectory, FilePermission, NoSpace, FileInvalid, ReplayDivergence,
+        RolloutFenced, OutcomeUnknown,
     )
 }  # fmt: skip
 

@@ -1,0 +1,108 @@
+"""The canonical form of a request of a rollout: by it a replayed step is the recorded one, or is not.
+
+It is a JSON object of sorted keys that has only what was asked and differs from the default, so that a later SDK with more
+options sees an earlier one's requests as its own. What names an attempt and not the request (ids, cursors, waiting times) is
+not part of it. Text is text; bytes that are no UTF-8 are `{"b64": ...}`; values longer than `LONG` bytes are
+`{"blake3": ..., "size": ...}`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+
+import msgspec
+from blake3 import blake3
+
+from .errors import ErrorKind, Fault
+from .rollouts import Diverged
+from .specs import ExecSpec
+
+LONG = 16 * 1024
+_ATTEMPT = frozenset(
+    (
+        "request_id", "sandbox", "incarnation", "cursor", "follow", "wait_s", "staged", "wake", "op", "step_of", "step",
+        "stdin", "stdin_open", "ahead_digest",
+    )
+)  # fmt: skip
+_EXEC_DEFAULTS: dict[str, object] = {
+    name: msgspec.structs.fields(ExecSpec)[index].default for index, name in enumerate(ExecSpec.__struct_fields__)
+}
+
+
+def canonical(kind: str, params: Mapping[str, object]) -> bytes:
+    """JSON of a request by the link's method and its parameters. Absent, default, None and empty are one."""
+    skipped = _ATTEMPT | {"exec_id"} if kind == "exec" else _ATTEMPT
+    defaults = _EXEC_DEFAULTS if kind == "exec" else {}
+    asked: dict[str, object] = {"kind": kind}
+    for name, value in params.items():
+        plain = _plain(value)
+        if name in skipped or plain in (None, "", [], {}) or plain == _plain(defaults.get(name)):
+            continue
+        asked[name] = plain
+    return msgspec.json.encode(asked, order="sorted")
+
+
+def digest_of(request: bytes) -> str:
+    """What identifies a canonical request: blake3, hex."""
+    return blake3(request).hexdigest()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _text(bytes(value))
+    if isinstance(value, str):
+        return value if len(value) <= LONG else _text(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, msgspec.Struct):
+        return _plain({name: getattr(value, name) for name in value.__struct_fields__})
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _text(data: bytes) -> object:
+    if len(data) > LONG:
+        return {"blake3": blake3(data).hexdigest(), "size": len(data)}
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"b64": base64.b64encode(data).decode()}
+
+
+def difference(recorded: bytes, asked: bytes) -> Diverged:
+    """Field by field."""
+    old, new = (msgspec.json.decode(text, type=dict[str, msgspec.Raw]) for text in (recorded, asked))
+    empty = msgspec.Raw(b"")
+    return Diverged(
+        {
+            name: (bytes(old.get(name, empty)).decode(), bytes(new.get(name, empty)).decode())
+            for name in sorted(old.keys() | new.keys())
+            if bytes(old.get(name, empty)) != bytes(new.get(name, empty))
+        }
+    )
+
+
+def told(diverged: Diverged) -> str:
+    """For people: one line a field."""
+    return "\n".join(
+        f"  {name}: recorded {old or 'nothing'}, asked {new or 'nothing'}"
+        for name, (old, new) in diverged.fields.items()
+    )
+
+
+def divergence(step: int, rollout: str, recorded: bytes, asked: bytes) -> Fault:
+    """The step is another one than the recorded one."""
+    lines = told(difference(recorded, asked))
+    return Fault(
+        ErrorKind.DIVERGED,
+        f"step {step} of rollout {rollout} is not the recorded one:\n{lines or '  a content that is not shown differs'}",
+        hint="replay the same steps in the same order, or open the rollout under another name",
+        step=step,
+        rollout=rollout,
+        recorded=recorded.decode()[:2000],
+        asked=asked.decode()[:2000],
+    )
