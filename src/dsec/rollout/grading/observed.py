@@ -22,7 +22,7 @@ MAX_DETAIL = 1000
 
 
 class Outcome(str, Enum):
-    """Of one test, over its setup, call and teardown: the worst of them. error: not the test itself, but its setup or teardown."""
+    """Of one test: the worst of setup, call and teardown. error: not the test itself, but its setup or teardown failed."""
 
     PASSED = "passed"
     FAILED = "failed"
