@@ -12,16 +12,17 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from dsec.iam.keys import KeyRing
+from dsec.iam.keys import KeyRing, Principal
 from dsec.placement.choice import Placement
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_request_id
 
+from .admission import admit
 from .commands import follow
-from .exchange import ERROR_HEADER, Exchange, Services, error_header, error_response
+from .exchange import ERROR_HEADER, FROM_INSIDE, Exchange, Services, error_header, error_response
 from .fleet import Fleet
 from .openapi import document
-from .routes import OPERATIONS, PARAMETERS, PUBLIC_PATHS, SOCKETS, STREAM_PATH, Handler, Socket
+from .routes import OPERATIONS, PUBLIC_PATHS, SOCKETS, STREAM_PATH, Handler, SocketHandler
 
 log = structlog.get_logger("dsec.apiserver")
 
@@ -39,7 +40,7 @@ class Endpoint:
             await self._refuse(scope, receive, send)
             return
         exchange = Exchange.of(scope, receive, self._services)
-        exchange.only(PARAMETERS[handler])
+        admit(exchange, handler)
         response = await handler(exchange)
         await response(scope, receive, send)
 
@@ -69,13 +70,13 @@ class Entry:
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["dsec.headers"] = dict(scope["headers"])
-        if scope["path"] not in PUBLIC_PATHS:
-            self.check(headers)
+        scope["dsec.principal"] = None if scope["path"] in PUBLIC_PATHS else self.check(headers)
         await self._app(scope, receive, send)
 
-    def check(self, headers: dict[bytes, bytes]) -> None:
-        """Fault authentication or permission unless the request's key is valid."""
-        self._keys.check(headers.get(b"authorization"), headers.get(b"x-dsec-project", b"").decode("latin-1"))
+    def check(self, headers: dict[bytes, bytes]) -> Principal:
+        """Whose key the request has; Fault authentication or permission unless it is valid. What it is good for: `admit`."""
+        project = headers.get(b"x-dsec-project", b"").decode("latin-1")
+        return self._keys.check(headers.get(b"authorization"), project, inside=FROM_INSIDE in headers)
 
     async def guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         """Names the answer after the request, and turns what is raised into an answer."""
@@ -135,11 +136,11 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     raise Fault(ErrorKind.NOT_FOUND, f"no such path: {scope['path'][:200]}", hint="GET /openapi.json lists them")
 
 
-def _endpoint(route: Socket, services: Services) -> Callable[[WebSocket], Awaitable[None]]:
+def _endpoint(handler: SocketHandler, services: Services) -> Callable[[WebSocket], Awaitable[None]]:
     async def endpoint(socket: WebSocket) -> None:
         exchange = Exchange.of(socket.scope, socket.receive, services)
-        exchange.only({param.name: param.repeated for param in route.params})
-        await route.handler(exchange, socket)
+        admit(exchange, handler)
+        await handler(exchange, socket)
 
     return endpoint
 
@@ -153,11 +154,8 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
         by_path.setdefault(operation.path, {})[operation.method] = operation.handler
     routes: list[BaseRoute] = [Route(path, Endpoint(services, handlers)) for path, handlers in by_path.items()]
 
-    async def stream(socket: WebSocket) -> None:
-        await follow(Exchange.of(socket.scope, socket.receive, services), socket)
-
-    routes.append(WebSocketRoute(STREAM_PATH, stream))
-    routes += (WebSocketRoute(one.path, _endpoint(one, services)) for one in SOCKETS)
+    routes.append(WebSocketRoute(STREAM_PATH, _endpoint(follow, services)))
+    routes += (WebSocketRoute(one.path, _endpoint(one.handler, services)) for one in SOCKETS)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

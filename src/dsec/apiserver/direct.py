@@ -21,10 +21,11 @@ from dsec.protocol.errors import Fault
 from dsec.protocol.ids import new_request_id
 
 from . import commands, files, sandboxes
+from .admission import admit
 from .app import Entry, told, unforeseen
 from .bulk import Bulk
 from .exchange import Exchange, StreamedReply, error_response
-from .routes import PARAMETERS, Handler
+from .routes import Handler
 
 log = structlog.get_logger("dsec.apiserver")
 
@@ -98,6 +99,14 @@ class Asked(RequestResponseCycle):
         self.message_event = _unheard
 
 
+def _exchange(entry: Entry, asked: Asked, request_id: str, query: bytes, body: bytes | Receive) -> Exchange:
+    """Fault when the caller may not ask for it."""
+    principal = entry.check(asked.headers)
+    exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, body, principal)
+    admit(exchange, asked.handler)
+    return exchange
+
+
 class DirectProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a short way for some requests."""
 
@@ -168,9 +177,7 @@ class DirectProtocol(HttpToolsProtocol):
         path, _, query = asked.url.partition(b"?")
         response: Response
         try:
-            entry.check(asked.headers)
-            exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, bytes(asked.body))
-            exchange.only(PARAMETERS[asked.handler])
+            exchange = _exchange(entry, asked, request_id, query, bytes(asked.body))
             response = await asked.handler(exchange)
         except (Fault, asyncio.CancelledError) as error:
             response = error_response(told(error), request_id, asked.path_params.get("id"))
@@ -225,10 +232,7 @@ class DirectProtocol(HttpToolsProtocol):
         self.cycle = self._bulk = cycle = self._cycle(asked)
 
         async def handled(scope: Scope, receive: Receive, send: Send) -> None:
-            entry.check(asked.headers)
-            query = asked.url.partition(b"?")[2]
-            exchange = Exchange(entry.services, request_id, asked.headers, asked.path_params, query, receive)
-            exchange.only(PARAMETERS[asked.handler])
+            exchange = _exchange(entry, asked, request_id, asked.url.partition(b"?")[2], receive)
             response = await asked.handler(exchange)
             await response(scope, receive, send)
 

@@ -15,13 +15,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dsec.iam.keys import Principal
 from dsec.placement.choice import Placement
+from dsec.protocol import scopes
 from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
 from dsec.protocol.specs import SandboxInfo
 
 from .bodies import ErrorReply, decode_json
 from .fleet import EdgeLink, Fleet
+from .scoped import ScopedFleet
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -30,6 +33,7 @@ BYTES = "application/octet-stream"
 INCARNATION = "x-dsec-incarnation"
 _INCARNATION = INCARNATION.encode()
 ERROR_HEADER = "x-dsec-error"
+FROM_INSIDE = b"x-dsec-inside"  # added by the network proxy to requests of sandboxes (`cluster/embedded.py`)
 MAX_JSON = 1024 * 1024
 MAX_PATH = 4096
 MAX_PARAMETERS = 256  # of a query string
@@ -46,9 +50,16 @@ class Services:
         self.version = version
         self.openapi = b""
 
+    def scoped(self, scope: scopes.Scope) -> Services:
+        """The same, for one whose every request to an edge says how far it may go."""
+        return Services(ScopedFleet(self.fleet, scope), self.placement, self.version)
+
 
 class Exchange:
-    """A request; handlers take one and return a Starlette response or raise a Fault."""
+    """A request; handlers take one and return a Starlette response or raise a Fault.
+
+    services go as far as the caller's key does; platform as far as the platform's own. principal: None where no key is asked for.
+    """
 
     def __init__(
         self,
@@ -58,19 +69,23 @@ class Exchange:
         path_params: dict[str, str],
         query_string: bytes,
         body: bytes | Receive,
+        principal: Principal | None,
     ) -> None:
         """body: whole, or where it comes from."""
         self._headers = headers
         self._path_params = path_params
         self._query_string = query_string
         self._body = body
-        self.services = services
+        self.principal = principal
+        self.platform = services
+        claims = principal.claims if principal is not None else None
+        self.services = services if claims is None else services.scoped(claims.scope())
         self.request_id = request_id
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, services: Services) -> Exchange:
-        headers, path_params = scope["dsec.headers"], scope["path_params"]
-        return cls(services, scope["dsec.request_id"], headers, path_params, scope["query_string"], receive)
+        headers, path_params, principal = scope["dsec.headers"], scope["path_params"], scope["dsec.principal"]
+        return cls(services, scope["dsec.request_id"], headers, path_params, scope["query_string"], receive, principal)
 
     # -- what was asked --
 

@@ -50,16 +50,20 @@ class EdgeLink:
             )
         return client
 
+    def _told(self, params: object) -> object:
+        """What is sent for these parameters."""
+        return params
+
     async def open(self, method: str, params: object) -> LinkStream:
-        return await self._connected().open(method, params)
+        return await self._connected().open(method, self._told(params))
 
     @overload
     async def call(self, method: str, params: object) -> bytes: ...
     @overload
     async def call(self, method: str, params: object, kind: type[T]) -> T: ...
     async def call(self, method: str, params: object, kind: type[T] | None = None) -> T | bytes:
-        client = self._connected()
-        return await (client.call(method, params) if kind is None else client.call(method, params, kind))
+        client, told = self._connected(), self._told(params)
+        return await (client.call(method, told) if kind is None else client.call(method, told, kind))
 
     async def status(self) -> EdgeStatus:
         return await self.call("edge.status", {"request_id": "beat"}, EdgeStatus)

@@ -12,7 +12,7 @@ from dsec.protocol.specs import ExecDone
 
 from .bodies import ErrorReply
 from .exchange import JSON, NDJSON
-from .routes import OPERATIONS, SANDBOX, SOCKETS, STREAM_PATH, Operation, Param, Socket
+from .routes import OPERATIONS, SANDBOX, SOCKETS, STREAM_PARAMS, STREAM_PATH, Operation, Param, Socket
 
 Json = dict[str, object]
 _REF = "#/components/schemas/{name}"
@@ -156,8 +156,7 @@ def _stream_operation(by_type: dict[str, Json]) -> Json:
         'One text message at the end: `{"exit": ExecDone}` or `{"error": ...}`.',
         "parameters": [
             *_path_params(STREAM_PATH),
-            _query(Param("cursor", "integer", "bytes of both streams already received")),
-            _query(Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does")),
+            *map(_query, STREAM_PARAMS),
         ],
         "responses": {
             "101": {"description": "Switching to WebSocket"},

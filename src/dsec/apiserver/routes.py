@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from dsec.protocol.scopes import Right
 from dsec.protocol.specs import (
     Capabilities,
     ChangeSet,
@@ -28,6 +29,7 @@ from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
 Handler = Callable[[Exchange], Awaitable[Response]]
+SocketHandler = Callable[[Exchange, WebSocket], Awaitable[None]]
 SANDBOX = "/v1/sandboxes/{id}"
 
 
@@ -60,7 +62,7 @@ class Socket(NamedTuple):
     """A WebSocket of the interface."""
 
     path: str
-    handler: Callable[[Exchange, WebSocket], Awaitable[None]]
+    handler: SocketHandler
     summary: str
     id: str
     description: str
@@ -160,4 +162,30 @@ SOCKETS: tuple[Socket, ...] = (
            "One connection to an exposed service (WebSocket)", "port.accept", "Messages as those of `forward`."),
 )  # fmt: skip
 PUBLIC_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.public)
-PARAMETERS = {op.handler: {param.name: param.repeated for param in op.params} for op in OPERATIONS}
+PUBLIC = frozenset(operation.handler for operation in OPERATIONS if operation.public)
+STREAM_PARAMS = (
+    _CURSOR,
+    Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does"),
+)
+PARAMETERS: dict[Handler | SocketHandler, dict[str, bool]] = {
+    **{op.handler: {param.name: param.repeated for param in op.params} for op in OPERATIONS},
+    **{one.handler: {param.name: param.repeated for param in one.params} for one in SOCKETS},
+    commands.follow: {param.name: param.repeated for param in STREAM_PARAMS},
+}
+
+# What a scoped key is good for, with the right that it takes (None: any key). What is not here, only the owner's key may.
+# Not the times to live: what bounds a sandbox is for who answers for it to say.
+SCOPED: dict[Handler | SocketHandler, Right | None] = {
+    **dict.fromkeys(
+        (
+            commands.run, commands.start, commands.processes, commands.poll, commands.send_signal, commands.resize,
+            commands.stdin, commands.follow, files.read, files.write, files.remove, files.stat, files.listing, files.watch,
+            files.move, files.mkdir, files.archive_read, files.archive_write, sessions.open_, sessions.listing,
+            sessions.close, sessions.interrupt, sandboxes.info, sandboxes.stop, sandboxes.pause, sandboxes.resume,
+            sandboxes.network, sandboxes.changes, sandboxes.logs, ports.forward, ports.expose, ports.exposed_connection,
+        ),
+        Right.USE,
+    ),
+    platform.capabilities: None,
+    **dict.fromkeys(PUBLIC),
+}  # fmt: skip

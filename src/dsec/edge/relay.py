@@ -65,7 +65,7 @@ class _Done(ExecDone, frozen=True, kw_only=True):
 _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
                 "max_output_bytes", "merge_stderr", "detached", "limits", "session", "pty", "cursor",
                 "follow", "staged")  # fmt: skip
-_OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id"))
+_OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id", "scope"))
 _RESENDABLE = frozenset(
     (
         "exec.attach",

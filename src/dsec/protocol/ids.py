@@ -37,6 +37,11 @@ def new_job_id(edge: str) -> str:
     return f"jb-{edge}-{_random(12)}"
 
 
+def new_key_id() -> str:
+    """`ky-<12 random characters>`: names a scoped key in logs and refusals; it is no secret."""
+    return f"ky-{_random(12)}"
+
+
 def home_of(id: str) -> str | None:
     """The edge that a rollout's or a job's id names, or None when it is neither."""
     match = _HOME_ID.fullmatch(id)

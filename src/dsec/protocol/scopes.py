@@ -1,0 +1,91 @@
+"""What the holder of a scoped key may do: it travels with each of its requests to the edge, which knows what belongs to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from .errors import ErrorKind, Fault
+
+MAX_GLOBS = 32
+MAX_GLOB = 200  # characters
+_WILD = frozenset("*?[")
+
+
+class Right(str, Enum):
+    """use: rollouts that are there, and their sandboxes; create: rollouts that are not; grade: changes of their sandboxes."""
+
+    USE = "use"
+    CREATE = "create"
+    GRADE = "grade"
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Some rollouts of one job. rollouts: globs of their names (`*` covers `/` too), None for all of them.
+
+    key: id of the key, for logs and refusals. job: id of the job, so that a later one of the same name is another. network:
+    names that `network_rules` of its sandboxes may allow.
+    """
+
+    key: str
+    job: str
+    rollouts: tuple[str, ...] | None = None
+    may: tuple[Right, ...] = (Right.USE,)
+    network: tuple[str, ...] = ()
+
+    def covers(self, job: str, rollout: str) -> bool:
+        """Whether a rollout of this name, or its sandbox, is within reach. What belongs to no rollout ("") never is."""
+        if job != self.job or not rollout:
+            return False
+        return self.rollouts is None or any(fnmatchcase(rollout, glob) for glob in self.rollouts)
+
+    def require(self, right: Right) -> None:
+        """Fault permission without it."""
+        if right not in self.may:
+            have = ", ".join(one.value for one in self.may) or "nothing"
+            raise self.refusal(f"the right {right.value!r} (it has: {have})")
+
+    def require_network(self, rules: dict[str, bool]) -> None:
+        """Fault permission for rules that allow more than the key's holder may."""
+        more = sorted(name for name, allowed in rules.items() if allowed and name not in self.network)
+        if more:
+            raise self.refusal(f"network_rules that allow {', '.join(more)[:200]}")
+
+    def refusal(self, what: str) -> Fault:
+        """It does not go so far."""
+        return Fault(
+            ErrorKind.PERMISSION,
+            f"key {self.key} does not give {what}",
+            hint="it is for some rollouts of one job; who made it can make another (`dsec key create`)",
+        )
+
+    def refused_target(self) -> Fault:
+        """The same words for what is another's, what is not there and what has ended: they tell nothing about it."""
+        return self.refusal("this sandbox or rollout: it is none of those that the key is for")
+
+
+def narrower(held: tuple[str, ...] | None, asked: tuple[str, ...] | None) -> bool:
+    """Whether every rollout that `asked` covers is one that `held` covers, as far as their spelling shows: an asked glob is
+    one of the held ones, or a plain name that one of them covers."""
+    if held is None:
+        return True
+    return asked is not None and all(
+        one in held or (not _WILD & set(one) and any(fnmatchcase(one, glob) for glob in held)) for one in asked
+    )
+
+
+def check_globs(globs: Iterable[str]) -> tuple[str, ...]:
+    """Fault invalid_request for what can be no list of globs."""
+    found = tuple(globs)
+    if not 1 <= len(found) <= MAX_GLOBS:
+        raise Fault(ErrorKind.INVALID, f"rollouts: {len(found)} globs are not between 1 and {MAX_GLOBS}")
+    for glob in found:
+        if not 1 <= len(glob) <= MAX_GLOB or not glob.isprintable():
+            raise Fault(
+                ErrorKind.INVALID, f"rollouts: {glob[:80]!r} is not 1 to {MAX_GLOB} printable characters",
+                hint="globs of names of rollouts, as agent/*",
+            )  # fmt: skip
+    return found
