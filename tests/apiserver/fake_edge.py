@@ -331,7 +331,7 @@ class FakeEdge:
         return counted
 
     def _handlers(self) -> dict[str, Handler]:
-        prefixes = ("sandbox_", "exec_", "fs_", "edge_", "layers_")
+        prefixes = ("sandbox_", "exec_", "fs_", "edge_", "layers_", "rollout_")
         names = [name for name in dir(self) if name.startswith(prefixes)]
         table: dict[str, Handler] = {name.replace("_", ".", 1): getattr(self, name) for name in names}
         return {**table, "exec": self.run}

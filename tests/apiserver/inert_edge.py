@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 
-from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import Call
-from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, ProcessInfo, State
+import msgspec
+
+from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
+from dsec.protocol.link import Call, pack_record
+from dsec.protocol.rollouts import Blob, RolloutInfo, RolloutState, StepRecord
+from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, ProcessInfo, Reason, State
 
 from .fake_edge import Attach, Box, ExecParams, FakeEdge, Path1, Target
 
 LIVE = "sb-fake-000000000000"
 COMMAND = "command"
+ROLLOUT = "ro-fake-000000000000"
 
 
 class InertEdge(FakeEdge):
@@ -85,6 +89,62 @@ class InertEdge(FakeEdge):
         async for _ in call.data():
             pass
         return {"entries": 0}
+
+    # -- rollouts --
+
+    async def rollout_open(self, call: Call) -> object:
+        asked = call.params(_Named)
+        return _rollout(asked.job, asked.name)
+
+    async def rollout_find(self, call: Call) -> object:
+        asked = call.params(_Named)
+        return _rollout(asked.job, asked.name) if asked.name == "known" else None
+
+    async def rollout_list(self, call: Call) -> object:
+        await call.send(pack_record(_rollout("", "known")))
+        return {"count": 1}
+
+    async def rollout_info(self, call: Call) -> object:
+        if call.params(_Rollout).rollout != ROLLOUT:
+            raise Fault(ErrorKind.NOT_FOUND, "there is no such rollout")
+        return _rollout("", "known")
+
+    rollout_finish = rollout_info
+
+    async def rollout_steps(self, call: Call) -> object:
+        await self.rollout_info(call)
+        record = StepRecord(
+            step=0, kind="exec", digest="00", request=msgspec.Raw(b'{"kind":"exec"}'), sandbox=LIVE, incarnation=1, asked_at=0.0,
+            error=ErrorBody(kind=ErrorKind.FILE_NOT_FOUND, message="none"),
+            outputs={"stdout": Blob(digest="00", size=1, total=2)},
+        )  # fmt: skip
+        await call.send(msgspec.json.encode(record) + b"\n")
+        return {"count": 1, "truncated": False}
+
+    async def rollout_blob(self, call: Call) -> object:
+        await self.rollout_info(call)
+        await call.send(b"content")
+        return {"size": 7}
+
+    async def rollout_remove(self, call: Call) -> object:
+        await self.rollout_info(call)
+        return {}
+
+
+class _Named(msgspec.Struct, frozen=True):
+    job: str
+    name: str
+
+
+class _Rollout(msgspec.Struct, frozen=True):
+    rollout: str
+
+
+def _rollout(job: str, name: str) -> RolloutInfo:
+    return RolloutInfo(
+        id=ROLLOUT, job=job, name=name, state=RolloutState.LOST, epoch=1, sandbox=LIVE, incarnation=1, layers=("debian@12",),
+        args=DSecContainerRunArgs("debian@12"), steps=1, unknown=(0,), reason=Reason.USER, finished_at=1.0,
+    )  # fmt: skip
 
 
 def _done(exec_id: str) -> ExecDone:

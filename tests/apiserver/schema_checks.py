@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from .inert_edge import COMMAND, LIVE
+from .inert_edge import COMMAND, LIVE, ROLLOUT
 
 
 @schemathesis.serializer("application/x-tar")
@@ -58,4 +58,7 @@ def aimed(case: schemathesis.Case, sandbox: str = LIVE, command: str = COMMAND) 
         case.path_parameters["id"] = sandbox
         if "exec_id" in case.path_parameters:
             case.path_parameters["exec_id"] = command
+        yield case
+    if "rollout" in case.path_parameters:
+        case.path_parameters["rollout"] = ROLLOUT
         yield case

@@ -104,7 +104,15 @@ def key(*, job: str = JOB, may: tuple[Right, ...] = tuple(Right)) -> dict[str, s
     return {"Authorization": f"Bearer {Signer(KEY.encode()).sign(claims)}"}
 
 
-_VALUES = {"exec_id": "x", "name": "x", "port": "80", "connection": "1", "ref": "x@1"}
+_VALUES = {
+    "rollout": "ro-fake-000000000000",
+    "digest": "0",
+    "exec_id": "x",
+    "name": "x",
+    "port": "80",
+    "connection": "1",
+    "ref": "x@1",
+}
 
 
 def path_of(template: str, sandbox: str = MINE) -> str:

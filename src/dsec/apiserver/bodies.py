@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
+from dsec.protocol.rollouts import RolloutInfo
 from dsec.protocol.specs import Cells, DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
 T = TypeVar("T")
@@ -184,6 +185,29 @@ class Entries(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True):
     """Nothing to say: it is done."""
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which rollout of which job ("": of none), and what its sandbox is made from when there is none yet; another opening of
+    it must ask for the same. timeout in seconds, for that creation."""
+
+    name: str
+    job: str = ""
+    args: ContainerArgs = ContainerArgs()
+    timeout: float = 120
+
+
+class FinishRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """epoch: of the opening that finishes it. valid false: nothing may be learned from it. stop: its sandbox, too."""
+
+    epoch: Whole
+    reward: float | None = None
+    valid: bool | None = None
+    stop: bool = True
+
+
+class RolloutList(msgspec.Struct, frozen=True):
+    rollouts: list[RolloutInfo]
 
 
 class SandboxList(msgspec.Struct, frozen=True):

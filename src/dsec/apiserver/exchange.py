@@ -20,6 +20,7 @@ from dsec.placement.choice import Placement
 from dsec.protocol import scopes
 from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
+from dsec.protocol.rollouts import STEP_HEADER, StepRef, step_ref
 from dsec.protocol.specs import SandboxInfo
 
 from .bodies import ErrorReply, decode_json
@@ -32,6 +33,7 @@ NDJSON = "application/x-ndjson"
 BYTES = "application/octet-stream"
 INCARNATION = "x-dsec-incarnation"
 _INCARNATION = INCARNATION.encode()
+_STEP = STEP_HEADER.encode()
 ERROR_HEADER = "x-dsec-error"
 FROM_INSIDE = b"x-dsec-inside"  # added by the network proxy to requests of sandboxes (`cluster/embedded.py`)
 MAX_JSON = 1024 * 1024
@@ -229,7 +231,15 @@ class Exchange:
         return link, params, incarnation
 
     def params(self) -> dict[str, object]:
-        return {"request_id": self.request_id, "sandbox": self.sandbox}
+        """What every request to a sandbox says: which one, and which step of its rollout it is, if it is one."""
+        if (step := self.step) is None:
+            return {"request_id": self.request_id, "sandbox": self.sandbox}
+        return {"request_id": self.request_id, "sandbox": self.sandbox, "step_of": step}
+
+    @property
+    def step(self) -> StepRef | None:
+        text = self._headers.get(_STEP)
+        return None if text is None else step_ref(text.decode("latin-1"))
 
     # -- answers --
 

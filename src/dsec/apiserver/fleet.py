@@ -11,7 +11,7 @@ import structlog
 
 from dsec.placement.registry import EdgeRegistry
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.ids import edge_of
+from dsec.protocol.ids import edge_of, home_of
 from dsec.protocol.link import LinkClient, LinkStream
 from dsec.protocol.specs import EdgeStatus
 from dsec.watcher.watcher import EdgeView, Watcher
@@ -165,6 +165,16 @@ class Fleet:
                 f"{sandbox[:64]!r} is not a sandbox id",
                 hint="ids look like sb-<edge>-<12 characters>; `dsec ps` lists them",
             )
+        return await self._named("sandbox", sandbox, edge)
+
+    async def home(self, what: str, id: str) -> EdgeLink:
+        """The same for the id of a rollout or a job (`what`)."""
+        edge = home_of(id)
+        if edge is None:
+            raise Fault(ErrorKind.NOT_FOUND, f"{id[:64]!r} is not the id of a {what}", hint=f"see `dsec {what} ls`")
+        return await self._named(what, id, edge)
+
+    async def _named(self, what: str, id: str, edge: str) -> EdgeLink:
         view = self.watcher.find(edge)
         if view is not None:
             return self._links[view.source.address]
@@ -172,8 +182,8 @@ class Fleet:
         if known and edge not in known:
             raise Fault(
                 ErrorKind.NOT_FOUND,
-                f"sandbox {sandbox} is on edge {edge!r}, which does not exist here",
+                f"{what} {id} is on edge {edge!r}, which does not exist here",
                 hint=f"edges here: {', '.join(sorted(known))}",
-                sandbox_id=sandbox,
+                id=id,
             )
         return self.link(edge)

@@ -24,6 +24,8 @@ _PATH_TEXT = {
     "port": "port inside the sandbox",
     "name": "name of a session, or host name inside the sandbox",
     "connection": "number that the listener told",
+    "rollout": "rollout id",
+    "digest": "blake3 of a content, hex",
 }
 
 
@@ -91,7 +93,7 @@ _OF_HTTP = {  # what is answered before anybody looks at what was asked
     408: f"{ErrorKind.TIMEOUT.value} (the headers did not come)",
     431: f"{ErrorKind.TOO_LARGE.value} (the headers)",
 }
-_OF_SANDBOXES = frozenset((409, 410, 507))  # what only a sandbox, its files and its end can answer
+_OF_SANDBOXES = frozenset((409, 410, 507))  # what only a sandbox or a rollout, its files and its end can answer
 
 
 def _errors() -> list[tuple[str, str]]:
@@ -104,7 +106,7 @@ def _errors() -> list[tuple[str, str]]:
 
 def _refusals(path: str) -> dict[str, Json]:
     statuses = {*_OF_HTTP, *STATUS.values()}
-    if not path.startswith(SANDBOX):
+    if not path.startswith((SANDBOX, "/v1/rollouts")):
         statuses -= _OF_SANDBOXES
     return {str(status): {"$ref": f"#/components/responses/error{status}"} for status in sorted(statuses)}
 

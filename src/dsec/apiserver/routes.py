@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from dsec.protocol.rollouts import RolloutInfo, StepRecord
 from dsec.protocol.scopes import Right
 from dsec.protocol.specs import (
     Capabilities,
@@ -24,13 +25,14 @@ from dsec.protocol.specs import (
     SessionInfo,
 )
 
-from . import bodies, commands, files, platform, ports, sandboxes, sessions
+from . import bodies, commands, files, platform, ports, rollouts, sandboxes, sessions
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
 Handler = Callable[[Exchange], Awaitable[Response]]
 SocketHandler = Callable[[Exchange, WebSocket], Awaitable[None]]
 SANDBOX = "/v1/sandboxes/{id}"
+ROLLOUT = "/v1/rollouts/{rollout}"
 
 
 class Param(NamedTuple):
@@ -140,6 +142,19 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", f"{SANDBOX}/network", sandboxes.network, "Change its network rules", bodies.NetworkRequest, Network),
     Operation("POST", f"{SANDBOX}/changes", sandboxes.changes, "What differs from its layers", bodies.ChangesRequest, ChangeSet),
     Operation("GET", f"{SANDBOX}/logs", sandboxes.logs, "Lifecycle lines as NDJSON", response=NDJSON),
+    Operation("POST", "/v1/rollouts", rollouts.open_, "Open a rollout by name: make it, or take it over by a new epoch",
+              bodies.RolloutRequest, RolloutInfo),
+    Operation("GET", "/v1/rollouts", rollouts.listing, "List rollouts", response=bodies.RolloutList, lines=RolloutInfo,
+              params=(Param("job", "string", "of this job; empty: of none"), Param("name", "string", "of this name, of `job`"),
+                      Param("state", "string", "any of these states", repeated=True))),
+    Operation("GET", ROLLOUT, rollouts.info, "One rollout", response=RolloutInfo),
+    Operation("DELETE", ROLLOUT, rollouts.remove, "Remove a rollout's log and contents; not of one that may still go on",
+              response=bodies.Done),
+    Operation("GET", f"{ROLLOUT}/steps", rollouts.steps, "Recorded steps in order, as NDJSON", response=NDJSON, lines=StepRecord,
+              params=(Param("from", "integer", "first step (default 0)"), Param("limit", "integer", "at most so many"))),
+    Operation("GET", f"{ROLLOUT}/blobs/{{digest}}", rollouts.blob, "A content too long for its step's record", response=BYTES),
+    Operation("POST", f"{ROLLOUT}/finish", rollouts.finish, "Finish a rollout, and stop its sandbox", bodies.FinishRequest,
+              RolloutInfo),
     Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),
     Operation("GET", "/v1/layers/{ref:path}", platform.layer, "One layer's manifest", response=JSON),
     Operation("GET", "/v1/capabilities", platform.capabilities, "What this installation can do", response=Capabilities),

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.link import LinkStream, Note
+from dsec.protocol.link import Note
 from dsec.protocol.specs import Change, ChangeSet, Created, Network, SandboxInfo, State
 
 from .bodies import (
@@ -26,9 +26,9 @@ from .bodies import (
 )
 from .bursts import Burst
 from .exchange import MAX_JSON, NDJSON, Exchange, encode, error_line
+from .placing import placed
 from .records import collect, lines
 
-_GRACE = 10.0  # seconds that an edge may overrun a creation's deadline before we stop waiting for its own error
 _MAX_CREATE_BODY = 64 * MAX_JSON
 
 
@@ -39,48 +39,9 @@ async def create(x: Exchange) -> Response:
         raise Fault(ErrorKind.INVALID, f"timeout={asked.timeout} is not between 0 and 86400 seconds")
     if isinstance(asked.args, list) or asked.count is not UNSET:
         return await _create_many(x, asked)
-    created = await _create_one(x, asked.args, asked.timeout)
+    params = {"request_id": x.request_id, "args": asked.args, "timeout": asked.timeout}
+    created = await placed(x, "sandbox.create", params, asked.timeout, Created)
     return x.reply(created, incarnation=created.incarnation, status=201)
-
-
-async def _create_one(x: Exchange, args: msgspec.Struct, timeout: float) -> Created:
-    """Asks the chosen edge; a refusal for want of room goes to another one. The edge has the last word."""
-    fleet, refused = x.services.fleet, dict[str, Fault]()
-    while True:
-        views = await fleet.views()
-        if refused and len(refused) >= len(views):
-            raise next(iter(refused.values()))
-        try:
-            edge = x.services.placement.choose(views, exclude=refused)
-        except Fault:
-            if refused:
-                raise next(iter(refused.values())) from None
-            raise
-        params = {"request_id": x.request_id, "args": args, "timeout": timeout}
-        stream = await fleet.link(edge).open("sandbox.create", params)
-        timer = asyncio.get_running_loop().call_later(timeout + _GRACE, _give_up, stream, edge, timeout)
-        try:
-            return await stream.result(Created)
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
-        except Fault as fault:
-            if fault.body.kind is not ErrorKind.CAPACITY:
-                raise
-            refused[edge] = fault
-        finally:
-            timer.cancel()
-
-
-def _give_up(stream: LinkStream, edge: str, timeout: float) -> None:
-    stream.cancel(
-        Fault(
-            ErrorKind.TIMEOUT,
-            f"edge {edge} did not answer the creation within {timeout + _GRACE:g} s",
-            hint="the same idempotency_key again returns the sandbox if it came to be",
-            stage="edge",
-        )
-    )
 
 
 async def _create_many(x: Exchange, asked: CreateRequest) -> Response:

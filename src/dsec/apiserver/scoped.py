@@ -52,3 +52,6 @@ class ScopedFleet(Fleet):
 
     async def route(self, sandbox: str) -> EdgeLink:
         return ScopedLink(await self._whole.route(sandbox), self._scope)
+
+    async def home(self, what: str, id: str) -> EdgeLink:
+        return ScopedLink(await self._whole.home(what, id), self._scope)

@@ -25,6 +25,7 @@ from dsec.protocol.errors import Fault
 from dsec.protocol.link import LinkServer
 from dsec.protocol.priority import prefer_this_process
 from dsec.protocol.specs import Reason
+from dsec.rollout.trajectory import TrajectoryStore
 
 from .admission import Admission
 from .config import MAX_OUTPUT, EdgeConfig, from_arguments
@@ -32,6 +33,7 @@ from .journal import Journal
 from .lifecycle import Lifecycle
 from .limits import DiskWatch
 from .network import Networks
+from .rollouts import Rollouts
 from .service import Service, socket_directory
 
 VERSION = "0.1.0"
@@ -66,6 +68,8 @@ class Edge:
         epoch = self._journal.next_epoch()
         self._lifecycle = Lifecycle(config.name, self._store, self._backend, self._journal, admission, epoch)
         self._networks = Networks(config.run, config.configured_mirrors())
+        self._trajectories = TrajectoryStore(config.state / "rollouts")
+        self._rollouts = Rollouts(self._lifecycle, self._trajectories)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -75,6 +79,8 @@ class Edge:
         await self._start_launcher()
         launched = time.monotonic()
         await self._lifecycle.recover()
+        self._trajectories.load()
+        await self._rollouts.recover()
         _log.info(
             "took over", sandboxes=len(self._lifecycle.live()), launcher_s=round(launched - began, 3),
             recover_s=round(time.monotonic() - launched, 3), python_s=round(began - _process_start(), 3),
@@ -82,6 +88,7 @@ class Edge:
         service = Service(
             lifecycle=self._lifecycle,
             networks=self._networks,
+            rollouts=self._rollouts,
             store=self._store,
             runtime=self._runtime,
             version=VERSION,
@@ -107,10 +114,12 @@ class Edge:
             await self._lifecycle.close(Reason.EDGE_RESTART)
         await self._networks.close()
         await server.close()
+        await self._rollouts.close()
         if self._backend.launcher is not None:
             await self._backend.launcher.close()
         self._backend.mounts.close()
         self._journal.close()
+        self._trajectories.close()
         return 1 if self._failed else 0
 
     def _listen_for_the_end(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import structlog
 from msgspec import UNSET
@@ -63,6 +63,7 @@ class Lifecycle:
         self._with_lines: deque[Sandbox] = deque()
         self._closing = False
         self._removals: set[asyncio.Task[None]] = set()
+        self.when_ended: list[Callable[[Sandbox], None]] = []  # told of each end, once
         self.created_total = 0
         self.failed_total = 0
 
@@ -326,6 +327,8 @@ class Lifecycle:
         self.admission.release(sandbox.holder)
         sandbox.ended.set()
         sandbox.settled.set()
+        for tell in self.when_ended:
+            tell(sandbox)
 
     async def stop_all(self, reason: Reason) -> int:
         """Every live sandbox, and what is still being removed."""

@@ -35,6 +35,7 @@ from .lifecycle import Lifecycle
 from .network import Networks
 from .proxy.rules import check_rules
 from .relay import Relay, Target
+from .rollouts import Rollouts
 from .sandbox import Sandbox
 
 MAX_BURST = 100_000
@@ -97,10 +98,18 @@ class _LayerRef(msgspec.Struct, frozen=True):
 
 class Service:
     def __init__(
-        self, *, lifecycle: Lifecycle, networks: Networks, store: LayerStore, runtime: Path, version: str
+        self,
+        *,
+        lifecycle: Lifecycle,
+        networks: Networks,
+        rollouts: Rollouts,
+        store: LayerStore,
+        runtime: Path,
+        version: str,
     ) -> None:
         self._lifecycle = lifecycle
         self._networks = networks
+        self._rollouts = rollouts
         self._store = store
         self._runtime = runtime
         self._version = version
@@ -142,6 +151,7 @@ class Service:
             "layers.tag": self.layers_tag,
         }
         table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS, *_SESSION_METHODS))
+        table.update(self._rollouts.handlers())
         return table
 
     # -- sandboxes --

@@ -21,7 +21,7 @@ from .specs import ExecSpec
 LONG = 16 * 1024
 _ATTEMPT = frozenset(
     (
-        "request_id", "sandbox", "incarnation", "cursor", "follow", "wait_s", "staged", "wake", "op", "step_of", "step",
+        "request_id", "scope", "sandbox", "incarnation", "cursor", "follow", "wait_s", "staged", "wake", "op", "step_of", "step",
         "stdin", "stdin_open", "ahead_digest",
     )
 )  # fmt: skip
