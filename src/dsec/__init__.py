@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from dsec.protocol.mirrors import Mirror as Mirror
     from dsec.protocol.mirrors import MirrorKind as MirrorKind
     from dsec.protocol.mirrors import Mirrors
+    from dsec.protocol.rollouts import JobInfo as JobInfo
+    from dsec.protocol.rollouts import JobLimits as JobLimits
+    from dsec.protocol.rollouts import JobState as JobState
+    from dsec.protocol.rollouts import JobUsage as JobUsage
     from dsec.protocol.specs import Capabilities as Capabilities
     from dsec.protocol.specs import Capability as Capability
     from dsec.protocol.specs import Change as Change
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from dsec.sdk.errors import TooLarge as TooLarge
     from dsec.sdk.errors import Unsupported as Unsupported
     from dsec.sdk.files import Files as Files
+    from dsec.sdk.jobs import Job as Job
     from dsec.sdk.layers import Layers as Layers
     from dsec.sdk.ports import Exposed as Exposed
     from dsec.sdk.ports import Forward as Forward
@@ -86,6 +91,7 @@ if TYPE_CHECKING:
 _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
+    "dsec.protocol.rollouts": ("JobInfo", "JobLimits", "JobState", "JobUsage"),
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
@@ -101,6 +107,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RolloutFenced", "SandboxUnavailable", "SessionEnded", "TooLarge", "Unsupported",
     ),
     "dsec.sdk.files": ("Files",),
+    "dsec.sdk.jobs": ("Job",),
     "dsec.sdk.layers": ("Layers",),
     "dsec.sdk.ports": ("Exposed", "Forward", "LocalUrl"),
     "dsec.sdk.process": ("Process",),

@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 import dsec as _async
 from dsec.protocol.errors import ErrorKind
 from dsec.protocol.mirrors import Mirror, MirrorKind
+from dsec.protocol.rollouts import JobInfo, JobLimits, JobState, JobUsage
 from dsec.protocol.specs import (
     Capabilities,
     Capability,
@@ -710,6 +711,85 @@ class Burst:
         return (Outcome._of(outcome) for outcome in portal.iterate(self._inner))
 
 
+class Job:
+    """`async with client.job("grpo-17") as job:` - opens the job of that name, or joins it when it is there already."""
+
+    _inner: _async.Job
+
+    @classmethod
+    def _of(cls, inner: _async.Job) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    def run(self, args: DSecContainerRunArgs, *, timeout: float = 120) -> Sandbox:
+        """A sandbox in this job, of the backend that the type of `args` names. See `run_container`."""
+        return Sandbox._of(portal.run(self._inner.run(args, timeout=timeout)))
+
+    def run_container(self, args: DSecContainerRunArgs, *, timeout: float = 120) -> Sandbox:
+        """As `client.run_container`, in this job. CapacityError names a limit of the job too; a stopped job is a Conflict.
+
+        A paused job runs again by it (the sandboxes that it has stay paused until they are used).
+        """
+        return Sandbox._of(portal.run(self._inner.run_container(args, timeout=timeout)))
+
+    def run_many(
+        self, args: DSecContainerRunArgs | Iterable[DSecContainerRunArgs], *, count: int = 1, timeout: float = 120
+    ) -> Burst:
+        """As `client.run_many`, in this job. What is over its limits fails, each with its own CapacityError."""
+        return Burst._of(portal.call(lambda: self._inner.run_many(args, count=count, timeout=timeout)))
+
+    def sandboxes(self, *, states: Iterable[State | str] | None = None, usage: bool = False) -> Iterator[SandboxInfo]:
+        """Its sandboxes, as `client.list` gives them."""
+        return portal.iterate(self._inner.sandboxes(states=states, usage=usage))
+
+    def info(self) -> JobInfo:
+        """State, lease, limits, and what was last seen of its usage."""
+        return portal.run(self._inner.info())
+
+    def usage(self) -> JobUsage:
+        """What its sandboxes use now, and what all of them have used since it began."""
+        return portal.run(self._inner.usage())
+
+    def pause(self) -> None:
+        """Pauses all its sandboxes, those that are just being made too; idempotent. See `sandbox.pause`.
+
+        It stays paused, whoever renews its lease, until `resume`, a new sandbox in it, or somebody who opens it again.
+        """
+        portal.run(self._inner.pause())
+
+    def resume(self) -> None:
+        """Resumes all its sandboxes, some at a time; idempotent. Nobody needs to ask: each resumes when it is used."""
+        portal.run(self._inner.resume())
+
+    def stop(self) -> None:
+        """Ends it: every sandbox with the reason `job_end`, also those that are just being made; idempotent.
+
+        Its name then begins a new job when it is opened again.
+        """
+        portal.run(self._inner.stop())
+
+    def __enter__(self) -> Self:
+        portal.run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self._inner.__aexit__(kind, error, traceback))
+
+
 class DSecClient:
     """A connection to one DSec service (report, 2.1)."""
 
@@ -772,15 +852,57 @@ class DSecClient:
         """
         return Burst._of(portal.call(lambda: self._inner.run_many(args, count=count, timeout=timeout)))
 
+    def job(
+        self,
+        name: str,
+        *,
+        lease: float = 60,
+        max_sandboxes: int | None = None,
+        cpu_cores: float | None = None,
+        memory_mb: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Job:
+        """The sandboxes of one run: `with client.job("grpo-17", max_sandboxes=512) as job:`.
+
+        Opens the job of that name, or joins it: a program that was killed goes on with what it had. lease: seconds after the
+        last sign of life of its last client until the job is paused. max_sandboxes, cpu_cores, memory_mb: of all its sandboxes
+        together (of their own limits); None leaves what it was. Without `with` it is only a handle, that opens and
+        renews nothing: `await client.job("grpo-17").stop()`.
+        """
+        return Job._of(
+            portal.call(
+                lambda: self._inner.job(
+                    name,
+                    lease=lease,
+                    max_sandboxes=max_sandboxes,
+                    cpu_cores=cpu_cores,
+                    memory_mb=memory_mb,
+                    labels=labels,
+                )
+            )
+        )
+
+    def jobs(self, *, states: Iterable[JobState | str] | None = None) -> list[JobInfo]:
+        """Jobs in any of `states`, those that ended lately too when no state is asked for. Oldest first."""
+        return portal.run(self._inner.jobs(states=states))
+
     def attach(self, sandbox_id: str) -> Sandbox:
         """A handle to a sandbox that is there already. Leaving its `with` detaches, never stops."""
         return Sandbox._of(portal.run(self._inner.attach(sandbox_id)))
 
     def list(
-        self, *, labels: Mapping[str, str] | None = None, states: Iterable[State | str] | None = None
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        states: Iterable[State | str] | None = None,
+        job: str | None = None,
+        usage: bool = False,
     ) -> Iterator[SandboxInfo]:
-        """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first."""
-        return portal.iterate(self._inner.list(labels=labels, states=states))
+        """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first.
+
+        job: only those of the job of that name. usage: with what each uses now, which costs the node something; else zeros.
+        """
+        return portal.iterate(self._inner.list(labels=labels, states=states, job=job, usage=usage))
 
     def stop_many(self, *, labels: Mapping[str, str]) -> int:
         """Stops every sandbox that carries all of `labels` (at least one); how many there were."""
@@ -849,6 +971,11 @@ __all__ = [
     "Forward",
     "InternalError",
     "InvalidRequest",
+    "Job",
+    "JobInfo",
+    "JobLimits",
+    "JobState",
+    "JobUsage",
     "LayerRef",
     "Layers",
     "Limits",

@@ -46,6 +46,9 @@ from dsec.protocol.specs import (
     State,
     Usage,
 )
+from dsec.rollout.jobs import Share
+
+from .fake_jobs import FakeJobs
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -93,12 +96,14 @@ class Move(Target, frozen=True, kw_only=True):
 class Create(msgspec.Struct):
     args: DSecContainerRunArgs
     timeout: float
+    job: str = ""
 
 
 class CreateMany(msgspec.Struct):
     args: list[DSecContainerRunArgs]
     count: int
     timeout: float
+    job: str = ""
 
 
 class Resize(msgspec.Struct):
@@ -109,6 +114,7 @@ class Resize(msgspec.Struct):
 class Listing(msgspec.Struct):
     labels: dict[str, str] = {}
     states: list[State] | None = None
+    job: str | None = None
 
 
 class Command:
@@ -264,8 +270,9 @@ class Terminal:
 
 
 class Box:
-    def __init__(self, id: str, args: DSecContainerRunArgs, root: Path) -> None:
+    def __init__(self, id: str, args: DSecContainerRunArgs, root: Path, job: str = "") -> None:
         self.id = id
+        self.job = job
         self.args = args
         self.root = root
         self.incarnation = 1
@@ -279,10 +286,11 @@ class Box:
         self.lines = [(self.created_at, "created")]
 
 
-class FakeEdge:
+class FakeEdge(FakeJobs):
     """`async with FakeEdge(directory) as edge`: listens on `edge.socket`."""
 
     def __init__(self, directory: Path, name: str = "fake", max_sandboxes: int = 1000) -> None:
+        super().__init__()
         self.directory = directory
         self.name = name
         self.socket = directory / f"{name}.sock"
@@ -331,7 +339,7 @@ class FakeEdge:
         return counted
 
     def _handlers(self) -> dict[str, Handler]:
-        prefixes = ("sandbox_", "exec_", "fs_", "edge_", "layers_", "rollout_")
+        prefixes = ("sandbox_", "exec_", "fs_", "edge_", "layers_", "rollout_", "job_")
         names = [name for name in dir(self) if name.startswith(prefixes)]
         table: dict[str, Handler] = {name.replace("_", ".", 1): getattr(self, name) for name in names}
         return {**table, "exec": self.run}
@@ -348,7 +356,7 @@ class FakeEdge:
             raise Fault(ErrorKind.UNAVAILABLE, f"{box.id} has ended", reason=box.reason.value if box.reason else "user")
         return box
 
-    async def _create(self, args: DSecContainerRunArgs) -> Created:
+    async def _create(self, args: DSecContainerRunArgs, job: str) -> Created:
         if args.container_image == "nope":
             raise Fault(ErrorKind.NOT_FOUND, "no layer nope", hint="`dsec layer ls` lists them")
         if args.container_image == "broken":
@@ -365,8 +373,10 @@ class FakeEdge:
                 )  # fmt: skip
             id = new_sandbox_id(self.name)
             root = self.directory / id
+            if job:
+                self._entered(job, id, Share.of(args))
             root.mkdir()
-            box = self.boxes[id] = Box(id, args, root)
+            box = self.boxes[id] = Box(id, args, root, job)
             if args.idempotency_key:
                 self.by_key[args.idempotency_key] = box
             if self.hold_creation is not None:
@@ -379,14 +389,15 @@ class FakeEdge:
         return Created(id=box.id, incarnation=box.incarnation, edge=self.name, create_ms=1.0)
 
     async def sandbox_create(self, call: Call) -> object:
-        return await self._create(call.params(Create).args)
+        params = call.params(Create)
+        return await self._create(params.args, params.job)
 
     async def sandbox_create_many(self, call: Call) -> object:
         params = call.params(CreateMany)
 
         async def one(index: int, args: DSecContainerRunArgs) -> None:
             try:
-                call.note(CreateOutcome(index, created=await self._create(args)))
+                call.note(CreateOutcome(index, created=await self._create(args, params.job)))
             except Fault as fault:
                 call.note(CreateOutcome(index, error=msgspec.to_builtins(fault.body)))
 
@@ -403,7 +414,7 @@ class FakeEdge:
         return SandboxInfo(
             id=box.id, backend="container", state=box.state, reason=box.reason, created_at=box.created_at,
             labels=args.labels, limits=limits, usage=Usage(memory_bytes=4096), layers=(args.container_image or "",),
-            network=Network("none", args.network_rules, refused), edge=self.name, incarnation=box.incarnation,
+            network=Network("none", args.network_rules, refused), edge=self.name, incarnation=box.incarnation, job=box.job,
         )  # fmt: skip
 
     async def sandbox_info(self, call: Call) -> object:
@@ -415,6 +426,7 @@ class FakeEdge:
             box
             for box in self.boxes.values()
             if (params.states is None or box.state in params.states)
+            and params.job in (None, box.job)
             and all(box.args.labels.get(name) == value for name, value in params.labels.items())
         ]
         for box in found:

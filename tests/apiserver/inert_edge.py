@@ -11,16 +11,19 @@ from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.link import Call, pack_record
 from dsec.protocol.rollouts import Blob, RolloutInfo, RolloutState, StepRecord
 from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, ProcessInfo, Reason, State
+from dsec.rollout.jobs import Job, JobRecord
 
 from .fake_edge import Attach, Box, ExecParams, FakeEdge, Path1, Target
+from .fake_jobs import Params
 
 LIVE = "sb-fake-000000000000"
 COMMAND = "command"
 ROLLOUT = "ro-fake-000000000000"
+JOB = "job"
 
 
 class InertEdge(FakeEdge):
-    """It has one sandbox, `LIVE`, with one command, `COMMAND`; both come back when they were ended."""
+    """It has one sandbox, `LIVE`, with one command, `COMMAND`, and one job, `JOB`; all come back when they were ended."""
 
     def _box(self, target: Target, *, ended: bool = False) -> Box:
         if target.sandbox == LIVE and target.incarnation in (None, 1):
@@ -33,6 +36,10 @@ class InertEdge(FakeEdge):
             root = self.directory / LIVE
             root.mkdir(exist_ok=True)
             self.boxes[LIVE] = Box(LIVE, DSecContainerRunArgs("debian@12"), root)
+
+    def _of(self, call: Call) -> tuple[Params, Job]:
+        self.jobs.setdefault(JOB, Job(JobRecord(id="jb-fake-000000000000", name=JOB, created_at=0.0, lease=60), 0.0))
+        return super()._of(call)
 
     # -- commands --
 

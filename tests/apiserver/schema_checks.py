@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from .inert_edge import COMMAND, LIVE, ROLLOUT
+from .inert_edge import COMMAND, JOB, LIVE, ROLLOUT
 
 
 @schemathesis.serializer("application/x-tar")
@@ -61,4 +61,7 @@ def aimed(case: schemathesis.Case, sandbox: str = LIVE, command: str = COMMAND) 
         yield case
     if "rollout" in case.path_parameters:
         case.path_parameters["rollout"] = ROLLOUT
+        yield case
+    if case.operation.path.startswith("/v1/jobs/"):
+        case.path_parameters["name"] = JOB
         yield case

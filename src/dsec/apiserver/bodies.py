@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
-from dsec.protocol.rollouts import RolloutInfo
+from dsec.protocol.rollouts import JobInfo, JobLimits, JobName, RolloutInfo
 from dsec.protocol.specs import Cells, DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
 T = TypeVar("T")
@@ -26,12 +26,14 @@ class ContainerArgs(DSecContainerRunArgs, frozen=True, forbid_unknown_fields=Tru
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One sandbox, or a burst when `count` is there or `args` is a list. timeout in seconds, from request to ready.
 
-    A burst makes `count` of each args; `index` of an outcome counts through the list, all of one before the next.
+    A burst makes `count` of each args; `index` of an outcome counts through the list, all of one before the next. job: the
+    name of an open job that they belong to.
     """
 
     args: ContainerArgs | list[ContainerArgs] = ContainerArgs()
     count: Whole | UnsetType = UNSET
     timeout: float = 120
+    job: JobName | Literal[""] = ""
     backend: Literal["container"] = "container"
 
 
@@ -93,6 +95,29 @@ class Started(msgspec.Struct, frozen=True):
 
     exec_id: str
     pid: int = 0
+
+
+class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A job to open, or to join when there is one of that name: what is left out then stays as it is.
+
+    lease in seconds: so long after the last `renew` (or `open`, creation, `resume`) of the last client it is paused.
+    """
+
+    name: JobName
+    lease: float = 60
+    limits: JobLimits = JobLimits()
+    labels: dict[str, str] | None = None
+
+
+class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """lease: seconds from now on, the job's own when it is left out; id: conflict when the job is another one by now."""
+
+    lease: float | None = None
+    id: str = ""
+
+
+class JobList(msgspec.Struct, frozen=True):
+    jobs: list[JobInfo]
 
 
 class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

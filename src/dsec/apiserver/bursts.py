@@ -30,6 +30,7 @@ class Burst:
         args: Sequence[ContainerArgs],
         count: int,
         timeout: float,
+        job: str = "",
     ) -> None:
         self._fleet = fleet
         self._placement = placement
@@ -37,17 +38,20 @@ class Burst:
         self._args = args
         self._count = count
         self._timeout = timeout
+        self._job = job
         self._ready: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._streams: list[LinkStream] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Places the whole burst and sends it to the edges; Fault when there is no edge at all."""
-        shares = self._placement.spread(await self._fleet.views(), self._count * len(self._args))
+    async def start(self, home: str = "") -> None:
+        """Places the whole burst and sends it to the edges; Fault when there is no edge at all. home: all of it goes there."""
+        total = self._count * len(self._args)
+        shares = {home: total} if home else self._placement.spread(await self._fleet.views(), total)
         first = 0
         for edge, share in shares.items():
             for start, args, count in self._slices(first, share):
-                params = {"request_id": self._request_id, "args": args, "count": count, "timeout": self._timeout}
+                params = {"request_id": self._request_id, "args": args, "count": count, "timeout": self._timeout,
+                          "job": self._job}  # fmt: skip
                 stream = await self._fleet.link(edge).open("sandbox.create_many", params)
                 self._streams.append(stream)
                 indices = range(start, start + len(args) * count)

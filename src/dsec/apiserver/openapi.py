@@ -22,7 +22,7 @@ _PATH_TEXT = {
     "exec_id": "id of a command",
     "ref": "name@version or name@sha256:...",
     "port": "port inside the sandbox",
-    "name": "name of a session, or host name inside the sandbox",
+    "name": "name of a session or a job, or host name inside the sandbox",
     "connection": "number that the listener told",
     "rollout": "rollout id",
     "digest": "blake3 of a content, hex",
@@ -93,7 +93,7 @@ _OF_HTTP = {  # what is answered before anybody looks at what was asked
     408: f"{ErrorKind.TIMEOUT.value} (the headers did not come)",
     431: f"{ErrorKind.TOO_LARGE.value} (the headers)",
 }
-_OF_SANDBOXES = frozenset((409, 410, 507))  # what only a sandbox or a rollout, its files and its end can answer
+_OF_SANDBOXES = frozenset((410, 507))  # what only a sandbox, its files and its end can answer
 
 
 def _errors() -> list[tuple[str, str]]:

@@ -15,8 +15,10 @@ T = TypeVar("T")
 _GRACE = 10.0  # seconds that an edge may overrun a creation's deadline before we stop waiting for its own error
 
 
-async def placed(x: Exchange, method: str, params: Mapping[str, object], timeout: float, reply: type[T]) -> T:
-    """The edge has the last word. timeout: seconds that the edge was told, too."""
+async def placed(
+    x: Exchange, method: str, params: Mapping[str, object], timeout: float, reply: type[T], *, home: str = ""
+) -> T:
+    """The edge has the last word. timeout: seconds that the edge was told, too. home: the only edge that comes into question."""
     if not 0 < timeout <= 86_400:
         raise Fault(ErrorKind.INVALID, f"timeout={timeout} is not between 0 and 86400 seconds")
     fleet, refused = x.services.fleet, dict[str, Fault]()
@@ -25,7 +27,7 @@ async def placed(x: Exchange, method: str, params: Mapping[str, object], timeout
         if refused and len(refused) >= len(views):
             raise next(iter(refused.values()))
         try:
-            edge = x.services.placement.choose(views, exclude=refused)
+            edge = home or x.services.placement.choose(views, exclude=refused)
         except Fault:
             if refused:
                 raise next(iter(refused.values())) from None
@@ -38,7 +40,7 @@ async def placed(x: Exchange, method: str, params: Mapping[str, object], timeout
             stream.cancel()
             raise
         except Fault as fault:
-            if fault.body.kind is not ErrorKind.CAPACITY:
+            if home or fault.body.kind is not ErrorKind.CAPACITY:
                 raise
             refused[edge] = fault
         finally:

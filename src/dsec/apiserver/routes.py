@@ -8,7 +8,7 @@ from typing import NamedTuple
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from dsec.protocol.rollouts import RolloutInfo, StepRecord
+from dsec.protocol.rollouts import JobInfo, JobUsage, RolloutInfo, StepRecord
 from dsec.protocol.scopes import Right
 from dsec.protocol.specs import (
     Capabilities,
@@ -25,7 +25,7 @@ from dsec.protocol.specs import (
     SessionInfo,
 )
 
-from . import bodies, commands, files, platform, ports, rollouts, sandboxes, sessions
+from . import bodies, commands, files, jobs, platform, ports, rollouts, sandboxes, sessions
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
@@ -33,6 +33,7 @@ Handler = Callable[[Exchange], Awaitable[Response]]
 SocketHandler = Callable[[Exchange, WebSocket], Awaitable[None]]
 SANDBOX = "/v1/sandboxes/{id}"
 ROLLOUT = "/v1/rollouts/{rollout}"
+JOB = "/v1/jobs/{name}"
 
 
 class Param(NamedTuple):
@@ -77,6 +78,9 @@ _PATH = (
 )
 _USER = Param("user", "string", "act as this user (name or id); default is the sandbox's init_user")
 _FILE = (*_PATH, _USER)
+_WAIT = (
+    Param("wait_s", "integer", "answer after so many seconds in any case (default 25); `under_way` says what is left"),
+)
 _CURSOR = Param("cursor", "integer", "bytes of both streams already received")
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -87,7 +91,9 @@ OPERATIONS: tuple[Operation, ...] = (
               bodies.CreateRequest, Created, CreateOutcome, status=201),
     Operation("GET", "/v1/sandboxes", sandboxes.listing, "List sandboxes", response=bodies.SandboxList, lines=SandboxInfo,
               params=(Param("label", "string", "name=value; all must hold", repeated=True),
-                      Param("state", "string", "any of these states", repeated=True))),
+                      Param("state", "string", "any of these states", repeated=True),
+                      Param("job", "string", "those of this job"),
+                      Param("usage", "boolean", "with what each uses now (default false: all zero)"))),
     Operation("POST", "/v1/sandboxes/stop", sandboxes.stop_many, "Stop every sandbox with these labels",
               bodies.StopManyRequest, bodies.Count),
     Operation("GET", f"{SANDBOX}/files", files.read, "Read a file", response=BYTES,
@@ -155,6 +161,14 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", f"{ROLLOUT}/blobs/{{digest}}", rollouts.blob, "A content too long for its step's record", response=BYTES),
     Operation("POST", f"{ROLLOUT}/finish", rollouts.finish, "Finish a rollout, and stop its sandbox", bodies.FinishRequest,
               RolloutInfo),
+    Operation("POST", "/v1/jobs", jobs.open_, "Open a job, or join the one of that name", bodies.JobRequest, JobInfo, status=201),
+    Operation("GET", "/v1/jobs", jobs.listing, "List jobs", response=bodies.JobList),
+    Operation("GET", JOB, jobs.info, "One job", response=JobInfo),
+    Operation("DELETE", JOB, jobs.stop, "End a job and its sandboxes; idempotent", response=JobInfo, params=_WAIT),
+    Operation("POST", f"{JOB}/renew", jobs.renew, "Say that a client of it lives", bodies.RenewRequest, JobInfo),
+    Operation("POST", f"{JOB}/pause", jobs.pause, "Pause all its sandboxes; idempotent", response=JobInfo, params=_WAIT),
+    Operation("POST", f"{JOB}/resume", jobs.resume, "Resume all its sandboxes; idempotent", response=JobInfo, params=_WAIT),
+    Operation("GET", f"{JOB}/usage", jobs.usage, "What its sandboxes use and have used", response=JobUsage),
     Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),
     Operation("GET", "/v1/layers/{ref:path}", platform.layer, "One layer's manifest", response=JSON),
     Operation("GET", "/v1/capabilities", platform.capabilities, "What this installation can do", response=Capabilities),

@@ -13,6 +13,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Note
 from dsec.protocol.specs import Change, ChangeSet, Created, Network, SandboxInfo, State
 
+from . import jobs
 from .bodies import (
     MAX_BURST,
     ChangesRequest,
@@ -39,8 +40,9 @@ async def create(x: Exchange) -> Response:
         raise Fault(ErrorKind.INVALID, f"timeout={asked.timeout} is not between 0 and 86400 seconds")
     if isinstance(asked.args, list) or asked.count is not UNSET:
         return await _create_many(x, asked)
-    params = {"request_id": x.request_id, "args": asked.args, "timeout": asked.timeout}
-    created = await placed(x, "sandbox.create", params, asked.timeout, Created)
+    params = {"request_id": x.request_id, "args": asked.args, "timeout": asked.timeout, "job": asked.job}
+    home = (await jobs.home(x, asked.job))[0] if asked.job else ""
+    created = await placed(x, "sandbox.create", params, asked.timeout, Created, home=home)
     return x.reply(created, incarnation=created.incarnation, status=201)
 
 
@@ -50,17 +52,20 @@ async def _create_many(x: Exchange, asked: CreateRequest) -> Response:
     total = count * len(args)
     if count < 1 or not 0 < total <= MAX_BURST:
         raise Fault(ErrorKind.INVALID, f"a burst of {count} x {len(args)} sandboxes is not between 1 and {MAX_BURST}")
-    burst = Burst(x.services.fleet, x.services.placement, x.request_id, args, count, asked.timeout)
-    await burst.start()
+    home = (await jobs.home(x, asked.job))[0] if asked.job else ""
+    burst = Burst(x.services.fleet, x.services.placement, x.request_id, args, count, asked.timeout, asked.job)
+    await burst.start(home)
     return x.stream(burst.lines(), NDJSON, end=burst.cancel)
 
 
 async def listing(x: Exchange) -> Response:
-    """Sandboxes of every edge; `label=k=v` (repeatable, all must hold) and `state=` (repeatable, any may hold)."""
+    """Sandboxes of every edge; `label=k=v` (repeatable, all must hold), `state=` (repeatable, any may hold), `job=`."""
     params = {
         "request_id": x.request_id,
         "labels": _label_filter(x.queries("label")),
         "states": _state_filter(x.queries("state")) or None,
+        "job": x.query("job"),
+        "usage": x.flag("usage"),
     }
     streams = [await link.open("sandbox.list", params) for link in await x.services.fleet.links()]
     answers = await asyncio.gather(*(collect(stream, SandboxInfo) for stream in streams))

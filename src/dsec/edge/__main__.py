@@ -97,6 +97,9 @@ class Edge:
         server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls(), vital=True)
+        await service.jobs.go_on()
+        self._in_background(service.jobs.run(), vital=True)
+        self._in_background(service.accounts.run(), vital=True)
         self._in_background(self._networks.begin(self._lifecycle.live()))
         self._in_background(service.forward.names.begin(self._lifecycle.live()))
         if self._config.uppers == "dir":

@@ -18,8 +18,10 @@ MIN_AVAILABLE_SHARE = 0.03
 _FRESH_S = 0.1
 
 
-def holder_of(labels: Mapping[str, str]) -> str:
+def holder_of(labels: Mapping[str, str], job: str = "") -> str:
     """Who holds a place, as the refusal names it: the job, else the first label, else "unlabelled"."""
+    if job:
+        return f"job={job}"
     if "job" in labels:
         return f"job={labels['job']}"
     return next((f"{key}={value}" for key, value in sorted(labels.items())), "unlabelled")
@@ -56,7 +58,7 @@ class Admission:
             self._memory, self._memory_at = memory(), now
         return self._memory
 
-    def reserve(self, labels: Mapping[str, str]) -> str:
+    def reserve(self, labels: Mapping[str, str], job: str = "") -> str:
         """Takes one place or raises `capacity`, naming the limit and who holds it."""
         if self.held >= self.max_sandboxes:
             holders = dict(self._holders.most_common(5))
@@ -81,11 +83,11 @@ class Admission:
                 value=total,
                 holders=dict(self._holders.most_common(5)),
             )
-        return self.restore(labels)
+        return self.restore(labels, job)
 
-    def restore(self, labels: Mapping[str, str]) -> str:
+    def restore(self, labels: Mapping[str, str], job: str = "") -> str:
         """Takes a place for what is there already, whatever the limits say now."""
-        holder = holder_of(labels)
+        holder = holder_of(labels, job)
         self._holders[holder] += 1
         self.held += 1
         return holder

@@ -4,10 +4,11 @@
     record = u32 length of payload, u32 crc32 of payload, payload        (little endian; payload: msgpack)
 
 A sandbox is recorded whole when it runs (`Record`), then by what changes (`Change`), by the steps of its rollout (`Step`) and
-by its end. All changes of one turn leave in one write(2), which the death of this process does not undo; a power cut may lose
-the last ones, and need not keep them: a reboot ends every sandbox anyway. Reading stops at the first record that is cut off
-or does not match its checksum, and the file is cut there. When most of it is superseded, it is written anew beside itself and
-renamed, so that its size stays bounded by what is alive, the last `KEEP_ENDED` ends and their last `KEEP_STEPS` steps.
+by its end; a job whole at each change of it (`JobRecord`), and by its account (`Totals`). All changes of one turn leave in one
+write(2), which the death of this process does not undo; a power cut may lose the last ones, and need not keep them: a reboot
+ends every sandbox anyway. Reading stops at the first record that is cut off or does not match its checksum, and the file is cut
+there. When most of it is superseded, it is written anew beside itself and renamed, so that its size stays bounded by what is
+alive, the last `KEEP_ENDED` ends and their last `KEEP_STEPS` steps.
 
 One process at a time has it: a lock beside it says so, and a second edge on the same directory is refused by name.
 """
@@ -28,6 +29,7 @@ import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, Reason, State
+from dsec.rollout.jobs import JobRecord, Totals
 
 _MAGIC = b"DSECJRN\x01"
 _HEAD = struct.Struct("<II")
@@ -107,6 +109,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     reason: Reason | None = None
     detail: str = ""
     ended_at: float | None = None
+    job: str = ""
 
 
 class _Epoch(msgspec.Struct, omit_defaults=True):
@@ -135,6 +138,20 @@ class _Stepped(msgspec.Struct, omit_defaults=True):
     step: Step
 
 
+class _Job(msgspec.Struct, omit_defaults=True):
+    """A job, whole; None: forgotten."""
+
+    job_of: str
+    of_job: JobRecord | None = None
+
+
+class _Spent(msgspec.Struct, omit_defaults=True):
+    """The account of a job."""
+
+    spent_by: str
+    totals: Totals
+
+
 class _Any(Record, kw_only=True, omit_defaults=True):
     """Any of them, for reading: which fields are there tells which one it is."""
 
@@ -150,6 +167,10 @@ class _Any(Record, kw_only=True, omit_defaults=True):
     change: Change = Change()
     step_of: str = ""
     step: Step | None = None
+    job_of: str = ""
+    of_job: JobRecord | None = None
+    spent_by: str = ""
+    totals: Totals | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -164,6 +185,7 @@ class Journal:
         self._past: dict[str, Record] = {}
         self._steps: dict[str, dict[int, Step]] = {}
         self._past_steps = 0
+        self._jobs: dict[str, JobRecord] = {}
         self._epoch = 0
         self._behind = False
         self._compact_at = COMPACT_FROM
@@ -211,6 +233,13 @@ class Journal:
         elif record.changed:
             if (known := self._live.get(record.changed)) is not None:
                 _change(known, record.change)
+        elif record.job_of:
+            self._jobs.pop(record.job_of, None)
+            if record.of_job is not None:
+                self._jobs[record.job_of] = record.of_job
+        elif record.spent_by and record.totals is not None:
+            if (job := self._jobs.get(record.spent_by)) is not None:
+                job.totals = record.totals
         elif record.step_of and record.step is not None:
             if not record.step.exec_id:
                 self._steps.get(record.step_of, {}).pop(record.step.step, None)
@@ -230,6 +259,10 @@ class Journal:
     def record(self, id: str) -> Record | None:
         """Of a sandbox that has not ended."""
         return self._live.get(id)
+
+    def jobs(self) -> list[JobRecord]:
+        """Every job that was not forgotten."""
+        return list(self._jobs.values())
 
     def steps(self, id: str) -> dict[int, Step]:
         """The steps of a sandbox by number, also after its end; empty when it had none or they were dropped with it."""
@@ -273,6 +306,19 @@ class Journal:
         """A step whose command never started: its number is free again."""
         if self._steps.get(id, {}).pop(number, None) is not None:
             self._add(_encode(_Stepped(id, Step(step=number, digest="", exec_id=""))))
+
+    def job(self, record: JobRecord) -> None:
+        """A job as it is now; it may go on changing, and is told of again."""
+        self._jobs[record.id] = record
+        self._add(_encode(_Job(record.id, record)))
+
+    def spent(self, record: JobRecord) -> None:
+        """The account of a job as it is now."""
+        self._add(_encode(_Spent(record.id, record.totals)))
+
+    def forget_job(self, id: str) -> None:
+        if self._jobs.pop(id, None) is not None:
+            self._add(_encode(_Job(id)))
 
     def ended(self, id: str, state: State, reason: Reason, detail: str = "") -> None:
         """The final word."""
@@ -362,6 +408,7 @@ class Journal:
         """Only what counts, in a new file that takes the old one's name."""
         beside = self._path.with_suffix(".new")
         records = [_encode(_Epoch(self._epoch))] if self._epoch else []
+        records += [_encode(_Job(job.id, job)) for job in self._jobs.values()]
         for record in self.records():
             records += _whole(record, self._steps.get(record.id, {}))
         data = _MAGIC + b"".join(map(_pack, records))

@@ -26,6 +26,7 @@ from dsec.protocol.steps import step
 from .admission import Admission
 from .checks import check_args
 from .journal import Before, Change, Journal, Record
+from .membership import Jobs
 from .pause import Pauses
 from .recovery import Revival, boot_id, ended_with_the_node, record_of
 from .sandbox import Sandbox
@@ -56,6 +57,7 @@ class Lifecycle:
         self._boot = boot_id()
         self.admission = admission
         self.pauses = Pauses(backend, self._record_state)
+        self.jobs = Jobs(edge, journal)
         self._live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
         self._by_key: dict[str, Sandbox] = {}
@@ -135,8 +137,8 @@ class Lifecycle:
 
     # -- creation --
 
-    async def create(self, args: DSecContainerRunArgs, timeout: float) -> Created:
-        """A running sandbox; the same idempotency key gives the same one."""
+    async def create(self, args: DSecContainerRunArgs, timeout: float, job: str = "") -> Created:
+        """A running sandbox, in the job of that name; the same idempotency key gives the same one."""
         started = time.perf_counter()
         check_args(args)
         if args.idempotency_key is not None and (twin := await self._twin(args.idempotency_key, timeout)) is not None:
@@ -144,9 +146,11 @@ class Lifecycle:
         self._refuse_when_closing()
         self._refuse_of_ended_burst(args.idempotency_key)
         environment = compose(self._store, args.container_image, args.layers)
-        holder = self.admission.reserve(args.labels)
-        sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch)
+        self.jobs.refuse(job, args)
+        holder = self.admission.reserve(args.labels, job)
+        sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch, job)
         self._live[sandbox.id] = sandbox
+        self.jobs.enter(sandbox)
         if args.idempotency_key is not None:
             self._by_key[args.idempotency_key] = sandbox
         stage = "admission"
@@ -234,6 +238,7 @@ class Lifecycle:
         sandbox.log("running; " + ", ".join(f"{name} {us} us" for name, us in started.stages_us.items()))
         with step("create.journal", sandbox.id):
             self.journal.running(record_of(sandbox, self._boot))
+            self.jobs.runs(sandbox)
             await self.journal.commit()
         sandbox.settled.set()
 
@@ -307,6 +312,7 @@ class Lifecycle:
         try:
             with step("remove.ended", sandbox.id):
                 self.journal.ended(sandbox.id, sandbox.state, reason, detail)
+                self.jobs.leave(sandbox, usage)
                 await self.journal.commit()
         except Fault as fault:  # it is gone all the same; the next start finds out
             _log.error("an end is not in the journal", sandbox=sandbox.id, error=str(fault))
@@ -388,14 +394,16 @@ class Lifecycle:
         for record in self.journal.records():
             if record.ended_at is None and (why := ended_with_the_node(record, self._boot)) is not None:
                 self.journal.ended(record.id, State.STOPPED, *why)
+                self.jobs.lost(record.job, why[0])
             if record.ended_at is not None:
                 self._ended[record.id] = record
                 continue
-            holder = self.admission.restore(record.args.labels)
+            holder = self.admission.restore(record.args.labels, record.job)
             sandbox = revival.sandbox(record, holder, self.backend.socket_path(record.id))
             assert sandbox.environment is not None
             self.backend.mounts.hold(sandbox.environment.layers)
             self._live[sandbox.id] = sandbox
+            self.jobs.adopt(sandbox)
             if record.args.idempotency_key is not None:
                 self._by_key[record.args.idempotency_key] = sandbox
         while len(self._ended) > KEEP_ENDED:

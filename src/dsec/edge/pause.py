@@ -55,6 +55,7 @@ class Sleep:
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.since = 0.0
+        self.reclaiming: asyncio.Task[None] | None = None  # the giving back of its memory, begun by the last pause
         self.awake = asyncio.Event()  # set: not paused (running, or on its way to its end)
         self.awake.set()
         self._short = 0
@@ -90,7 +91,17 @@ class Pauses:
 
     async def pause(self, sandbox: Sandbox) -> None:
         """Frozen and recorded when it returns, and its memory given back as far as that takes no longer than RECLAIM_S."""
+        await self.freeze(sandbox)
+        await self.given_back(sandbox)
+
+    async def freeze(self, sandbox: Sandbox) -> None:
+        """Frozen and recorded when it returns; its memory is being given back."""
         await self._whole(self._pause(sandbox))
+
+    async def given_back(self, sandbox: Sandbox) -> None:
+        """Until the memory of a frozen one is gone, for RECLAIM_S at most, or it is resumed."""
+        if (reclaiming := sandbox.sleep.reclaiming) is not None:
+            await asyncio.wait((reclaiming,), timeout=RECLAIM_S)
 
     async def resume(self, sandbox: Sandbox) -> None:
         """Runs again when it returns. One that is not paused stays as it is."""
@@ -123,7 +134,8 @@ class Pauses:
             except (LauncherFailed, Fault) as error:
                 await self._undo(sandbox)
                 raise _failed(sandbox, "paused", error) from error
-        await self._give_back(sandbox)
+            if sandbox.lives:  # else it ends, as all of it
+                sandbox.sleep.reclaiming = self._in_background(self._reclaim(sandbox))
 
     async def _freeze(self, sandbox: Sandbox) -> None:
         with step("pause.journal", sandbox.id):
@@ -137,11 +149,6 @@ class Pauses:
         with suppress(LauncherFailed):
             await self._backend.thaw(sandbox.id)
             await self._run_on(sandbox)
-
-    async def _give_back(self, sandbox: Sandbox) -> None:
-        if sandbox.state is State.PAUSED:
-            task = self._in_background(self._reclaim(sandbox))
-            await asyncio.wait((task,), timeout=RECLAIM_S)
 
     async def _reclaim(self, sandbox: Sandbox) -> None:
         try:

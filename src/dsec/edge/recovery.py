@@ -42,6 +42,7 @@ def record_of(sandbox: Sandbox, boot: str) -> Record:
         total_limit=sandbox.total_limit,
         oom_kills=sandbox.oom_kills,
         hosts=sandbox.hosts,
+        job=sandbox.job,
     )
 
 
@@ -85,7 +86,9 @@ class Revival:
 
     def sandbox(self, record: Record, holder: str, socket: Path) -> Sandbox:
         """As the earlier edge had it. pidfd is -1 when PID 1 has ended meanwhile. Idleness is counted from now."""
-        sandbox = Sandbox(record.id, record.args, self._environment(record), record.incarnation, holder, self._epoch)
+        sandbox = Sandbox(
+            record.id, record.args, self._environment(record), record.incarnation, holder, self._epoch, record.job
+        )
         sandbox.layers = record.layers
         sandbox.created_at, sandbox.born_at = record.created_at, record.born
         sandbox.idle_limit, sandbox.total_limit = record.idle_limit, record.total_limit

@@ -30,6 +30,7 @@ class Sandbox:
         incarnation: int,
         holder: str,
         edge_epoch: int = 0,
+        job: str = "",
     ) -> None:
         self.id = id
         self.args = args
@@ -37,6 +38,7 @@ class Sandbox:
         self.layers = environment.refs() if environment is not None else ()
         self.incarnation = incarnation
         self.holder = holder
+        self.job = job  # its name; "" for none
         self.state = State.CREATING
         self.reason: Reason | None = None
         self.detail = ""

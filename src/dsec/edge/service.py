@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsec.backends.launcher import LauncherFailed, LauncherUsage
+from dsec.backends.launcher import LauncherFailed
 from dsec.layers import LayerStore
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call, Handler, pack_record
@@ -28,8 +28,10 @@ from dsec.protocol.specs import (
 )
 
 from . import changes, hosts
+from .accounting import Accounts, usage_of
 from .admission import memory
 from .forward import Forward
+from .jobs import JobService
 from .journal import Change, Record
 from .lifecycle import Lifecycle
 from .network import Networks
@@ -39,6 +41,8 @@ from .rollouts import Rollouts
 from .sandbox import Sandbox
 
 MAX_BURST = 100_000
+FRESH_S = 1.0
+"""How old the usages may be that a list carries."""
 MAX_CHANGES = 256 * 1024 * 1024  # one file's contents are held whole on their way
 _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
 _EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.resize", "exec.list")
@@ -50,6 +54,7 @@ _SESSION_METHODS = ("session.open", "session.list", "session.close", "session.in
 class _Create(msgspec.Struct, frozen=True):
     args: DSecContainerRunArgs
     timeout: float = 120
+    job: str = ""
     request_id: str = ""
 
 
@@ -57,13 +62,25 @@ class _CreateMany(msgspec.Struct, frozen=True):
     args: tuple[DSecContainerRunArgs, ...]
     count: int = 1
     timeout: float = 120
+    job: str = ""
     request_id: str = ""
 
 
 class _List(msgspec.Struct, frozen=True):
+    """usage: what each uses now, not only which there are."""
+
     labels: dict[str, str] | None = None
     states: tuple[State, ...] | None = None
+    job: str | None = None
+    usage: bool = False
     request_id: str = ""
+
+    def wants(self, found: Sandbox | Record) -> bool:
+        return (
+            (self.states is None or found.state in self.states)
+            and (not self.labels or _matches(found.args.labels, self.labels))
+            and (self.job is None or found.job == self.job)
+        )
 
 
 class _Stop(Target, frozen=True):
@@ -117,6 +134,8 @@ class Service:
         self._started = time.time()
         self._relay = Relay(lifecycle, networks, runtime)
         self.forward = Forward(lifecycle)
+        self.accounts = Accounts(lifecycle)
+        self.jobs = JobService(lifecycle, self.accounts)
 
     def settle_steps(self) -> None:
         """After a restart: learns what became of the steps that an earlier edge had under way."""
@@ -149,6 +168,7 @@ class Service:
             "layers.inspect": self.layers_inspect,
             "layers.remove": self.layers_remove,
             "layers.tag": self.layers_tag,
+            **self.jobs.handlers(),
         }
         table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS, *_SESSION_METHODS))
         table.update(self._rollouts.handlers())
@@ -158,7 +178,7 @@ class Service:
 
     async def create(self, call: Call) -> object:
         params = call.params(_Create)
-        return await self._lifecycle.create(params.args, params.timeout)
+        return await self._lifecycle.create(params.args, params.timeout, params.job)
 
     async def create_many(self, call: Call) -> object:
         """Each outcome as it comes. A caller that goes away stops what is not yet created."""
@@ -169,7 +189,7 @@ class Service:
 
         async def one(index: int, args: DSecContainerRunArgs) -> None:
             try:
-                created = await self._lifecycle.create(args, params.timeout)
+                created = await self._lifecycle.create(args, params.timeout, params.job)
                 call.note(CreateOutcome(index=index, created=created))
             except Fault as fault:
                 call.note(CreateOutcome(index=index, error=msgspec.to_builtins(fault.body)))
@@ -184,26 +204,24 @@ class Service:
         usage = Usage()
         if isinstance(found, Sandbox) and found.lives:
             with contextlib.suppress(LauncherFailed):  # it ends just now; the state says so
-                usage = _usage(await self._lifecycle.backend.usage(found.id))
+                usage = usage_of(await self._lifecycle.backend.usage(found.id))
         return self._info(found, usage)
 
     async def list(self, call: Call) -> object:
         params = call.params(_List)
-        count = 0
+        chosen = [found for found in self._lifecycle.all() if params.wants(found)]
+        usages: dict[str, Usage] = {}
+        if params.usage:
+            usages = await self.accounts.measure((one for one in chosen if isinstance(one, Sandbox)), FRESH_S)
         batch = bytearray()
-        for found in self._lifecycle.all():
-            if params.states is not None and found.state not in params.states:
-                continue
-            if params.labels and not _matches(found.args.labels, params.labels):
-                continue
-            count += 1
-            batch += pack_record(self._info(found, Usage()))
+        for found in chosen:
+            batch += pack_record(self._info(found, usages.get(found.id, Usage())))
             if len(batch) > 32 * 1024:
                 await call.send(bytes(batch))
                 batch.clear()
         if batch:
             await call.send(bytes(batch))
-        return {"count": count}
+        return {"count": len(chosen)}
 
     async def stop(self, call: Call) -> object:
         params = call.params(_Stop)
@@ -295,6 +313,7 @@ class Service:
             edge=self._lifecycle.edge,
             incarnation=found.incarnation,
             detail=found.detail,
+            job=found.job,
         )
 
     # -- the edge itself --
@@ -347,19 +366,6 @@ class Service:
 
 def _matches(labels: dict[str, str], wanted: dict[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in wanted.items())
-
-
-def _usage(raw: LauncherUsage) -> Usage:
-    return Usage(
-        memory_bytes=raw.memory,
-        memory_peak_bytes=raw.memory_peak,
-        swap_bytes=raw.swap,
-        cpu_s=raw.cpu_ns / 1e9,
-        pids=raw.pids,
-        disk_bytes=raw.disk,
-        oom_kills=raw.oom_kills,
-        pids_hits=raw.pids_hits,
-    )
 
 
 def socket_directory(run: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -126,12 +126,24 @@ class JobState(str, Enum):
     STOPPED = "stopped"
 
 
-class JobLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Of all its sandboxes that live. None: what the installation allows."""
+class JobWork(str, Enum):
+    """What is being done to all sandboxes of a job; "": nothing."""
 
-    max_sandboxes: int | None = None
-    cpu_cores: float | None = None
-    memory_mb: int | None = None
+    NONE = ""
+    PAUSE = "pause"
+    RESUME = "resume"
+    STOP = "stop"
+
+
+JobName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}$")]
+
+
+class JobLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Of all its sandboxes that live, paused ones too: how many, and the sums of their own limits. None: what the node has."""
+
+    max_sandboxes: Annotated[int, msgspec.Meta(ge=0, le=10**6)] | None = None
+    cpu_cores: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    memory_mb: Annotated[int, msgspec.Meta(ge=0, le=10**9)] | None = None
 
 
 class JobUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +166,11 @@ class JobUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A job. lease in seconds: so long after its last client's last sign of life it is paused. epoch counts its openings."""
+    """A job. lease in seconds: so long after its last client's last sign of life it is paused. epoch counts its openings.
+
+    lease_until in Unix seconds. paused_by: "lease" or "request", "" while it is not paused. under_way: what is just being
+    done to its sandboxes; its state says already what that leads to.
+    """
 
     id: str
     name: str
@@ -166,6 +182,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     epoch: int = 0
     paused_by: str = ""
+    under_way: JobWork = JobWork.NONE
     usage: JobUsage = JobUsage()
 
 

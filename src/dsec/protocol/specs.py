@@ -106,7 +106,8 @@ class Network(msgspec.Struct, frozen=True):
 
 
 class SandboxInfo(msgspec.Struct, frozen=True):
-    """created_at is Unix seconds. layers are the resolved `name@sha256:...` references, base first."""
+    """created_at is Unix seconds. layers are the resolved `name@sha256:...` references, base first. job: the name of the job
+    that it belongs to, "" for none."""
 
     id: str
     backend: str
@@ -121,6 +122,7 @@ class SandboxInfo(msgspec.Struct, frozen=True):
     edge: str
     incarnation: int
     detail: str = ""
+    job: str = ""
 
 
 class Created(msgspec.Struct, frozen=True):

@@ -54,13 +54,16 @@ class Outcome:
 class Burst:
     """See `DSecClient.run_many`."""
 
-    def __init__(self, transport: Transport, args: Sequence[DSecContainerRunArgs], count: int, timeout: float) -> None:
+    def __init__(
+        self, transport: Transport, args: Sequence[DSecContainerRunArgs], count: int, timeout: float, job: str = ""
+    ) -> None:
         if count < 1:
             raise InvalidRequest(f"count={count} is not 1 or more")
         self._transport = transport
         self._args = args
         self._count = count
         self._timeout = timeout
+        self._job = {"job": job} if job else {}
         self._outcomes: dict[int, Outcome] = {}
         self._ready: asyncio.Queue[Outcome | DSecError | None] = asyncio.Queue()
         self._receiver: asyncio.Task[None] | None = None
@@ -75,7 +78,7 @@ class Burst:
         """(the burst's key, the body). Each sandbox gets `<key>/<index>`, so the request is safe to repeat."""
         own = self._args[0].idempotency_key if len(self._args) == 1 else None
         key = own or f"bu-{secrets.token_hex(10)}"
-        request: dict[str, object] = {"timeout": self._timeout}
+        request: dict[str, object] = {"timeout": self._timeout, **self._job}
         if len(self._args) == 1 and self._count > 1:
             request |= {"args": msgspec.structs.replace(self._args[0], idempotency_key=key), "count": self._count}
         else:
@@ -87,7 +90,7 @@ class Burst:
         means the same sandbox only while that lives; so it is not asked for again."""
         missing = [index for index in range(self.total) if index not in self._outcomes]
         args = [self._keyed(index, self._key) for index in missing]
-        return missing, encode({"timeout": self._timeout, "args": args})
+        return missing, encode({"timeout": self._timeout, "args": args, **self._job})
 
     def _keyed(self, index: int, key: str) -> DSecContainerRunArgs:
         args = self._args[index // self._count]

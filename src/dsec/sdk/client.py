@@ -11,11 +11,13 @@ from typing import Self
 import msgspec
 
 from dsec.protocol.ids import edge_of
+from dsec.protocol.rollouts import JobInfo, JobState
 from dsec.protocol.specs import Capabilities, Created, DSecContainerRunArgs, SandboxInfo, State
 
 from .bursts import Burst
 from .creation import Opening
 from .errors import DSecError, InvalidRequest, NotFound
+from .jobs import Job, JobList, chosen, limits_of
 from .layers import Layers
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
@@ -85,7 +87,7 @@ class DSecClient:
         timeout: seconds from the request until it is ready; CreateTimeout when that is not enough. CapacityError names the
         limit and who holds it, CreateFailed the stage. A creation that is cancelled under way ends in the sandbox's removal.
         """
-        return Opening(lambda: self._create(args, timeout), stop=True)
+        return self._opening(args, timeout, "")
 
     def run_many(
         self, args: DSecContainerRunArgs | Iterable[DSecContainerRunArgs], *, count: int = 1, timeout: float = 120
@@ -100,15 +102,49 @@ class DSecClient:
         items = [args] if isinstance(args, DSecContainerRunArgs) else list(args)
         return Burst(self._transport, items, count, timeout)
 
+    def job(
+        self,
+        name: str,
+        *,
+        lease: float = 60,
+        max_sandboxes: int | None = None,
+        cpu_cores: float | None = None,
+        memory_mb: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Job:
+        """The sandboxes of one run: `async with client.job("grpo-17", max_sandboxes=512) as job:`.
+
+        Opens the job of that name, or joins it: a program that was killed goes on with what it had. lease: seconds after the
+        last sign of life of its last client until the job is paused. max_sandboxes, cpu_cores, memory_mb: of all its sandboxes
+        together (of their own limits); None leaves what it was. Without `async with` it is only a handle, that opens and
+        renews nothing: `await client.job("grpo-17").stop()`.
+        """
+        limits = limits_of(max_sandboxes, cpu_cores, memory_mb)
+        return Job(self, self._transport, name, lease, limits, labels, self._opening)
+
+    async def jobs(self, *, states: Iterable[JobState | str] | None = None) -> list[JobInfo]:
+        """Jobs in any of `states`, those that ended lately too when no state is asked for. Oldest first."""
+        return chosen((await self._transport.call("GET", "/v1/jobs", JobList)).jobs, states)
+
     def attach(self, sandbox_id: str) -> Opening:
         """A handle to a sandbox that is there already. Leaving its `async with` detaches, never stops."""
         return Opening(lambda: self._attach(sandbox_id), stop=False)
 
     async def list(
-        self, *, labels: Mapping[str, str] | None = None, states: Iterable[State | str] | None = None
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        states: Iterable[State | str] | None = None,
+        job: str | None = None,
+        usage: bool = False,
     ) -> AsyncIterator[SandboxInfo]:
-        """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first."""
+        """Sandboxes with all of `labels` in any of `states`, ended ones included when no state is asked for. Oldest first.
+
+        job: only those of the job of that name. usage: with what each uses now, which costs the node something; else zeros.
+        """
         pairs = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
+        pairs += [("job", job)] if job is not None else []
+        pairs += [("usage", "true")] if usage else []
         pairs += [("state", _state(state)) for state in states or ()]
         async with self._transport.stream("GET", "/v1/sandboxes", query=pairs, accept=NDJSON, again=True) as response:
             async for line in json_lines(response):
@@ -132,8 +168,11 @@ class DSecClient:
         found = await self._transport.call("GET", f"/v1/sandboxes/{sandbox_id}", SandboxInfo)
         return Sandbox(self._transport, found.id, found.incarnation)
 
-    async def _create(self, args: DSecContainerRunArgs, timeout: float) -> Sandbox:
-        creating = asyncio.ensure_future(self._request_creation(args, timeout))
+    def _opening(self, args: DSecContainerRunArgs, timeout: float, job: str) -> Opening:
+        return Opening(lambda: self._create(args, timeout, job), stop=True)
+
+    async def _create(self, args: DSecContainerRunArgs, timeout: float, job: str = "") -> Sandbox:
+        creating = asyncio.ensure_future(self._request_creation(args, timeout, job))
         try:
             return await asyncio.shield(creating)
         except asyncio.CancelledError:
@@ -142,11 +181,11 @@ class DSecClient:
             task.add_done_callback(self._clean_ups.discard)
             raise
 
-    async def _request_creation(self, args: DSecContainerRunArgs, timeout: float) -> Sandbox:
+    async def _request_creation(self, args: DSecContainerRunArgs, timeout: float, job: str) -> Sandbox:
         # The key makes the request safe to repeat when its answer is lost: the same key is the same sandbox.
         if args.idempotency_key is None:
             args = msgspec.structs.replace(args, idempotency_key=f"cr-{secrets.token_hex(10)}")
-        body = encode({"args": args, "timeout": timeout})
+        body = encode({"args": args, "timeout": timeout, "job": job} if job else {"args": args, "timeout": timeout})
         created = await self._transport.call("POST", "/v1/sandboxes", Created, body=body, wait=timeout)
         return Sandbox(self._transport, created.id, created.incarnation, owned=True)
 
