@@ -1,7 +1,7 @@
 """What the edge must not forget: an append-only file of checked records, one write for each turn of the event loop.
 
     file   = magic, record*
-    record = u32 length of payload, u32 crc32 of payload, payload        (little endian; payload: msgpack)
+    record: `protocol.checked`, of msgpack
 
 A sandbox is recorded whole when it runs (`Record`), then by what changes (`Change`), by the steps of its rollout (`Step`) and
 by its end; a job whole at each change of it (`JobRecord`), and by its account (`Totals`). All changes of one turn leave in one
@@ -19,25 +19,22 @@ import asyncio
 import errno
 import fcntl
 import os
-import struct
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from dsec.protocol.checked import intact, pack
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, Reason, State
 from dsec.rollout.jobs import JobRecord, Totals
 
 _MAGIC = b"DSECJRN\x01"
-_HEAD = struct.Struct("<II")
 KEEP_ENDED = 10_000
 KEEP_STEPS = 100_000
 """Steps of ended sandboxes; those of live ones are all kept."""
 COMPACT_FROM = 16 * 1024 * 1024
-_MAX_PAYLOAD = 16 * 1024 * 1024
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -280,7 +277,7 @@ class Journal:
         """
         self._epoch += 1
         try:
-            self._write_out(_pack(_encode(_Epoch(self._epoch))))
+            self._write_out(pack(_encode(_Epoch(self._epoch))))
         except OSError:
             self._behind = True
         return self._epoch
@@ -362,7 +359,7 @@ class Journal:
         self._past_steps -= len(self._steps.pop(id, ()))
 
     def _add(self, payload: bytes) -> None:
-        self._pending.append(_pack(payload))
+        self._pending.append(pack(payload))
         if self._flush is None:
             self._write_soon()
 
@@ -411,7 +408,7 @@ class Journal:
         records += [_encode(_Job(job.id, job)) for job in self._jobs.values()]
         for record in self.records():
             records += _whole(record, self._steps.get(record.id, {}))
-        data = _MAGIC + b"".join(map(_pack, records))
+        data = _MAGIC + b"".join(map(pack, records))
         self._compact_at = max(
             COMPACT_FROM, 2 * len(data)
         )  # so that looking at all of it is rare, however much is alive
@@ -462,20 +459,10 @@ def _locked(path: Path) -> int:
     return fd
 
 
-def _pack(payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
-
-
 def _intact(data: bytes, position: int) -> Iterator[tuple[_Any, int]]:
     """Records and where each ends, up to the first that is not whole."""
-    while position + _HEAD.size <= len(data):
-        length, crc = _HEAD.unpack_from(data, position)
-        start = position + _HEAD.size
-        end = start + length
-        if length > _MAX_PAYLOAD or end > len(data) or zlib.crc32(data[start:end]) != crc:
-            return
+    for payload, end in intact(data, position):
         try:
-            yield _decode(data[start:end]), end
+            yield _decode(payload), end
         except msgspec.DecodeError:
             return
-        position = end

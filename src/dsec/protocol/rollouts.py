@@ -94,7 +94,8 @@ class RolloutInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout. steps: how many are recorded (0 to steps - 1, without gaps), unknown: those of them without an outcome.
 
     sandbox is "" only while it is being made; reason says why it ended. reward and valid are what `finish` was told.
-    bytes: size of its log and contents on disk.
+    bytes: size of its log and contents on disk. damaged: its log was changed on the disk; what came of this step and of those
+    after it cannot be told, and nothing more is recorded.
     """
 
     id: str
@@ -115,6 +116,7 @@ class RolloutInfo(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     valid: bool | None = None
     bytes: int = 0
+    damaged: int | None = None
 
 
 class JobState(str, Enum):
