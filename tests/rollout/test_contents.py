@@ -28,7 +28,8 @@ def test_an_output_is_what_was_written_up_to_its_bound(
         output.write(piece)
     whole = b"".join(pieces)
     blob = output.blob()
-    assert blob.total == len(whole) and blob.size == (kept := min(len(whole), keep))
+    kept = min(len(whole), keep)
+    assert blob.total == len(whole) and blob.size == kept
     assert blob.digest == blake3(whole[:kept] if keep else whole).hexdigest()
     if keep and kept <= inline:
         assert blob.data == whole[:kept] and output.path is None
