@@ -14,6 +14,7 @@ from dsec.demo import prepare, trees, wheels
 from dsec.demo.rollout import PreparedTask
 from dsec.demo.scripts import record
 from dsec.demo.tasks import Break, Sdist, Task
+from dsec.layers.python import compile_tree
 
 from .double import LocalClient, Tree
 
@@ -95,7 +96,7 @@ def rehearsal(releases: tuple[Path, Path], shm: Path) -> tuple[LocalClient, Prep
     wheels.make_prefix(roots["workspace"], [])
     site = roots["workspace"] / wheels.PREFIX.lstrip("/") / wheels.SITE
     _lend_pytest(site)
-    wheels.compile_tree(site, f"{wheels.PREFIX}/{wheels.SITE}")
+    compile_tree(site, f"{wheels.PREFIX}/{wheels.SITE}")
     prepare._make_tests(TASK, fixed, roots["tests"])
     prepare._make_harness(roots["harness"])
     trees.make_hidden_tests(TASK, fixed, shm / "hidden")

@@ -14,6 +14,7 @@ import pytest
 
 from dsec.demo import fetch, trees, wheels
 from dsec.demo.tasks import Sdist
+from dsec.layers.python import compile_tree
 
 from .conftest import TASK
 
@@ -90,7 +91,7 @@ def test_a_wheel_is_installed_with_its_scripts_and_data(tmp_path: Path) -> None:
 def test_modules_are_compiled_for_the_place_they_will_have(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def where():\n    return __file__\n")
     (tmp_path / "broken.py").write_text("def (:\n")
-    wheels.compile_tree(tmp_path, "/opt/venv/lib")
+    compile_tree(tmp_path, "/opt/venv/lib")
     compiled = (tmp_path / "__pycache__/a.cpython-311.pyc").read_bytes()
     assert b"/opt/venv/lib/a.py" in compiled and str(tmp_path).encode() not in compiled
     assert int.from_bytes(compiled[4:8], "little") == 0b01  # hash-based, not checked against the source

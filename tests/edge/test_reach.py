@@ -11,7 +11,7 @@ from dsec.edge.proxy.rules import Policy
 from dsec.edge.proxy.service import Verdict
 from dsec.edge.residue import Residue
 from dsec.edge.sandbox import Sandbox
-from dsec.protocol.mirrors import mirrors_of
+from dsec.protocol.mirrors import Mirror, MirrorKind, mirrors_of
 from dsec.protocol.specs import Change, ChangeKind, DSecContainerRunArgs
 
 MIRRORS = mirrors_of(
@@ -111,3 +111,11 @@ def test_decisions_in_the_log_are_bounded() -> None:
     assert len(sandbox.lines) == _MAX_LINES and len(decisions._counts) <= _REMEMBERED
     assert sandbox.lines[-1][1].endswith("further decisions are not listed")
     assert max(len(line) for _, line in sandbox.lines) < 600
+
+
+def test_the_sdk_is_told_where_its_api_is() -> None:
+    own = Mirror(name="dsec", url="http://127.0.0.1:7707", kind=MirrorKind.API)
+    variables = reach.environment(Policy({"dsec": True}, [own]))
+    assert variables["DSEC_URL"] == "http://dsec" and variables["DSEC_PROXY"] == reach.PROXY
+    for rules in ({"dsec": False}, {"pypi": True}):
+        assert not {"DSEC_URL", "DSEC_PROXY"} & reach.environment(Policy(rules, [own])).keys()

@@ -143,6 +143,23 @@ def _debian(force: bool) -> LayerRef:
 
 
 @app.command()
+def sdk(json: options.Json = False) -> None:
+    """Build the toolkit dsec-sdk: this installation's SDK, for programs inside sandboxes that drive others.
+
+    \b
+    dsec layer sdk
+    dsec run --layer dsec-sdk@0.1.0 --network dsec -- python3 -c 'import dsec'
+    """
+    from dsec.layers import build_sdk
+
+    ref = build_sdk(_store())
+    if json:
+        print_json(ref)
+    else:
+        print(f"{ref}  {ref.kind}  {megabytes(ref.size)}  {ref.digest}")
+
+
+@app.command()
 def inspect(layer: Layer, json: options.Json = False) -> None:
     """Show what a layer is made of.
 

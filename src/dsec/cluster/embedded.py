@@ -325,6 +325,7 @@ def _start(
         edge += ["--max-sandboxes", str(max_sandboxes)]
     with _bind(host, port) as listener:  # first, since it is what fails most often
         url = f"http://{host}:{listener.getsockname()[1]}"
+        edge += ["--api", _near(host, listener.getsockname()[1])]
         fd = listener.fileno()
         apiserver = ["--fd", str(fd), "--edge-socket", str(run / "edge.sock"), "--key-file", str(key_file)]
         try:
@@ -338,6 +339,13 @@ def _start(
         _write(directory / "flags.json", flags)
     _write(directory / "endpoint.json", endpoint)
     return endpoint
+
+
+def _near(host: str, port: int) -> str:
+    """Where the API answers on this machine."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _write(path: Path, contents: msgspec.Struct) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from dsec.demo.errors import DemoError
 from dsec.demo.tasks import Sdist, Task
+from dsec.layers import python
 
 PARALLEL = 2
-SANDBOX_PYTHON = "3.11"  # of Debian 12, the base layer
+SANDBOX_PYTHON = python.VERSION
 _BACKEND = Path(__file__).with_name("sdist_backend")
 
 Progress = Callable[[str], None]
@@ -111,8 +112,8 @@ def _fetch_wheels(cache: Path, pins: list[str], progress: Progress) -> None:
         f"linux_{machine}",
     ]
     platforms = [word for tag in tags for word in ("--platform", tag)]
-    python = ["--implementation", "cp", "--python-version", SANDBOX_PYTHON]
-    _pip(", ".join(pins), ["--only-binary", ":all:", *platforms, *python, "--dest", str(cache / "wheels"), *pins], {})
+    wanted = ["--implementation", "cp", "--python-version", SANDBOX_PYTHON]
+    _pip(", ".join(pins), ["--only-binary", ":all:", *platforms, *wanted, "--dest", str(cache / "wheels"), *pins], {})
     progress(f"{len(pins)} wheels")
 
 

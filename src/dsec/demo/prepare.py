@@ -18,6 +18,7 @@ from dsec.demo.rollout import TESTS_TIMEOUT_S, PreparedTask
 from dsec.demo.scripts import record
 from dsec.demo.tasks import Task, load_breaks
 from dsec.layers import DEFAULT_BASE, Config, Kind, LayerStore, build_directory
+from dsec.layers.python import compile_tree
 from dsec.protocol.errors import ErrorKind, Fault
 
 HARNESS = "agent-harness@1"
@@ -121,7 +122,7 @@ def _make_tests(task: Task, fixed: Path, root: Path) -> None:
     trees.make_hidden_tests(task, fixed, grading / "tests")
     _install(_HERE / "grading" / "grade.py", grading / "bin/grade", 0o755)
     _install(_HERE / "grading" / "dsec_results.py", grading / "lib/dsec_results.py", 0o644)
-    wheels.compile_tree(grading / "lib", "/grading/lib")
+    compile_tree(grading / "lib", "/grading/lib")
     plan = {
         "test_paths": task.test_paths,
         "pythonpath": task.pythonpath,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import configparser
-import py_compile
-import sys
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from dsec.demo.fetch import SANDBOX_PYTHON
+from dsec.layers.python import compile_tree
 
 PREFIX = "/opt/venv"  # inside the sandbox
 SITE = f"lib/python{SANDBOX_PYTHON}/site-packages"
@@ -28,24 +27,6 @@ def make_prefix(root: Path, wheels: Iterable[Path]) -> None:
     for wheel in wheels:
         _unpack(wheel, prefix)
     compile_tree(prefix / SITE, f"{PREFIX}/{SITE}")
-
-
-def compile_tree(folder: Path, inside: str) -> None:
-    """Compile every module for good: a sandbox lives shorter than a compilation would pay off in.
-
-    Unchecked hash files do not depend on the times of the sources. Bytecode is bound to the minor version, so another
-    Python than the sandbox's writes none, and imports there are slower by the compilation.
-    """
-    if sys.version_info[:2] != tuple(int(n) for n in SANDBOX_PYTHON.split(".")):
-        return
-    for source in folder.rglob("*.py"):
-        name = f"{inside}/{source.relative_to(folder).as_posix()}"
-        try:
-            py_compile.compile(
-                str(source), dfile=name, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
-            )
-        except py_compile.PyCompileError:  # test data of packages that is no Python of this version
-            continue
 
 
 def _unpack(wheel: Path, prefix: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.mirrors import Mirror, mirrors_of
+from dsec.protocol.mirrors import PLATFORM, Mirror, MirrorKind, mirrors_of
 
 DEFAULT_MAX_SANDBOXES = 4096
 DEFAULT_LANES = 12
@@ -20,7 +20,10 @@ UPPERS_SHARE = 0.8
 
 
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """uppers is `btrfs` or `dir`; end-of-file on the descriptor lifeline ends the edge; ready is told when it serves."""
+    """uppers is `btrfs` or `dir`; api: where this platform's API answers, "" if its sandboxes shall not reach it.
+
+    End-of-file on the descriptor lifeline ends the edge; ready is told when it serves.
+    """
 
     name: str
     state: Path
@@ -32,18 +35,24 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     uppers: str = "btrfs"
     ephemeral: bool = False
     mirrors: Path | None = None
+    api: str = ""
     ready: int = -1
     lifeline: int = -1
 
     def configured_mirrors(self) -> tuple[Mirror, ...]:
-        """Those of the file that was named, else of <state>/mirrors.toml; Fault for one that cannot be used."""
+        """Those of the file that was named, else of <state>/mirrors.toml, and the platform's own API, unless the operator says
+        where that is; Fault for one that cannot be used."""
         default = self.state / "mirrors.toml"
-        if self.mirrors is None and not default.exists():
-            return ()
-        mirrors = mirrors_of(self.mirrors or default)
+        mirrors = mirrors_of(self.mirrors or default) if self.mirrors is not None or default.exists() else ()
         for mirror in mirrors:
             _check_authorities(mirror)
-        return mirrors
+        return (*mirrors, *self._platform(mirrors))
+
+    def _platform(self, others: tuple[Mirror, ...]) -> tuple[Mirror, ...]:
+        """What comes this way is marked, so that the API takes only scoped keys from it (`iam/keys.py`)."""
+        if not self.api or any(mirror.name == PLATFORM for mirror in others):
+            return ()
+        return mirrors_of((Mirror(name=PLATFORM, url=self.api, kind=MirrorKind.API, headers={"X-DSec-Inside": "1"}),))
 
     def uppers_argument(self) -> str:
         """The launcher's --uppers: an image of most of the free space (sparse), or a plain directory."""
@@ -80,6 +89,9 @@ def from_arguments(argv: list[str]) -> EdgeConfig:
     parser.add_argument("--ephemeral", action="store_true", help="remove the state directory at the end")
     parser.add_argument(
         "--mirrors", type=Path, default=None, help="file of mirrors; <state>/mirrors.toml when it is there"
+    )
+    parser.add_argument(
+        "--api", default="", metavar="URL", help="where sandboxes reach this platform's API, by a rule for `dsec`"
     )
     parser.add_argument("--ready", type=int, default=-1)
     parser.add_argument("--lifeline", type=int, default=-1)

@@ -17,7 +17,7 @@ import structlog
 
 from dsec.protocol.errors import Fault
 from dsec.protocol.link import Data, LinkStream, decode
-from dsec.protocol.mirrors import Mirror
+from dsec.protocol.mirrors import Mirror, MirrorKind
 from dsec.protocol.specs import Network, State
 
 from . import ports, reach
@@ -68,11 +68,11 @@ class Networks:
         return msgspec.structs.replace(told, enforced=refused)
 
     async def begin(self, adopted: Sequence[Sandbox]) -> None:
-        """At the edge's start: what an earlier edge had connected is again; with mirrors the proxy will be needed.
+        """At the edge's start: what an earlier edge had connected is again; with an operator's mirrors the proxy will be needed.
 
         A paused sandbox answers when it is resumed.
         """
-        if self.mirrors:
+        if any(mirror.kind is not MirrorKind.API for mirror in self.mirrors):
             with suppress(Fault):  # told to who needs it
                 await self._gate.ready()
         await asyncio.gather(*(self._connect_again(sandbox) for sandbox in adopted))

@@ -98,7 +98,7 @@ def environment(policy: Policy) -> Mapping[str, str]:
     found = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), PROXY)
     found |= {"no_proxy": _DIRECT, "NO_PROXY": _DIRECT, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     found |= _python(of_kind(mirrors, MirrorKind.PYPI)) | _node(of_kind(mirrors, MirrorKind.NPM))
-    return found
+    return found | _sdk(of_kind(mirrors, MirrorKind.API))
 
 
 def beside_services(variables: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str]:
@@ -116,6 +116,11 @@ def _python(indexes: Sequence[Mirror]) -> dict[str, str]:
     if indexes[1:]:
         found["PIP_EXTRA_INDEX_URL"] = found["UV_INDEX"] = " ".join(map(where, indexes[1:]))
     return found
+
+
+def _sdk(apis: Sequence[Mirror]) -> dict[str, str]:
+    """The SDK takes no proxy from variables that are meant for all programs: with them it could lose a service that is near."""
+    return {"DSEC_URL": where(apis[0]).rstrip("/"), "DSEC_PROXY": PROXY} if apis else {}
 
 
 def _node(registries: Sequence[Mirror]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dsec.layers.manifest import Blob, Config, Kind, Manifest, Provenance
 from dsec.layers.mount import mount_layer
 from dsec.layers.names import Ref, parse_ref
 from dsec.layers.scan import Bounds
+from dsec.layers.sdk import build_sdk
 from dsec.layers.store import Collected, LayerStore, default_root
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "build_debian",
     "build_directory",
     "build_oci_layout",
+    "build_sdk",
     "build_tar",
     "compose",
     "default_root",

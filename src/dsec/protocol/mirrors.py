@@ -19,6 +19,8 @@ import msgspec
 from .errors import ErrorKind, Fault
 
 _NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){0,8}")
+PLATFORM = "dsec"
+"""The name under which a platform's sandboxes reach its own API, where a rule allows it."""
 _WORDS = re.compile(r"[A-Za-z0-9._/~+-]+(?: [A-Za-z0-9._/~+-]+)*")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
@@ -30,7 +32,8 @@ class MirrorKind(str, Enum):
     """What speaks through a mirror: it decides which settings a sandbox gets for it.
 
     pypi: pip and uv find it; npm: npm, yarn and pnpm; apt: apt's sources. http: reachable as http://<name>/, nothing is set
-    up. tunnel: reachable as https://<name>/ end to end, with the sandbox's own TLS.
+    up. tunnel: reachable as https://<name>/ end to end, with the sandbox's own TLS. api: a DSec API, which the SDK inside finds;
+    all methods and WebSockets pass.
     """
 
     PYPI = "pypi"
@@ -38,6 +41,7 @@ class MirrorKind(str, Enum):
     APT = "apt"
     HTTP = "http"
     TUNNEL = "tunnel"
+    API = "api"
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +63,10 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     suites: tuple[str, ...] = (_RELEASE, f"{_RELEASE}-updates")
     components: tuple[str, ...] = ("main",)
     trusted: bool = False
+
+    @property
+    def takes_writes(self) -> bool:
+        return self.writable or self.kind is MirrorKind.API
 
 
 # What callers may give: a file, name -> URL (or `kind+URL`), or mirrors.

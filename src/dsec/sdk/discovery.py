@@ -13,9 +13,12 @@ DEFAULT_STATE = "/var/lib/dsec"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
+    """proxy: of DSEC_PROXY, which a sandbox has whose rules let it reach the API; http://host:port."""
+
     url: str
     api_key: str
     project: str = ""
+    proxy: str = ""
 
     def __repr__(self) -> str:  # keys do not belong in logs and tracebacks
         return f"Endpoint(url={self.url!r})"
@@ -45,7 +48,7 @@ def discover(url: str | None = None, api_key: str | None = None, project: str | 
         url = left.url
     if api_key is None:
         api_key = _key_of(left, url)
-    return Endpoint(url.rstrip("/"), api_key, project)
+    return Endpoint(url.rstrip("/"), api_key, project, os.environ.get("DSEC_PROXY", ""))
 
 
 def _state() -> Path:

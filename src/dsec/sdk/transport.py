@@ -25,6 +25,8 @@ SIZE = "X-DSec-Size"  # bytes that an answer will have, as far as can be told wh
 ERROR_HEADER = "X-DSec-Error"
 NDJSON = "application/x-ndjson"
 _POOL = 4096
+_PROXY_POOL = 12  # of the connections that a sandbox has (`edge/proxy/limits.py`), most
+_PROXY_KEEP_ALIVE_S = 25  # shorter than the proxy's
 _KEEP_ALIVE_S = 55  # shorter than the server's, so that it is never the server that closes first
 _CONNECT_S = 10.0
 _CLOSE_S = 3.0
@@ -125,8 +127,11 @@ class Transport:
         headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
         if self._endpoint.project:
             headers["X-DSec-Project"] = self._endpoint.project
+        proxy = self._endpoint.proxy
+        limit, keep_alive = (_PROXY_POOL, _PROXY_KEEP_ALIVE_S) if proxy else (_pool_size(), _KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_pool_size(), limit_per_host=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=limit, limit_per_host=0, keepalive_timeout=keep_alive),
+            proxy=proxy or None,
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=self.timeout(),
@@ -134,7 +139,7 @@ class Transport:
             read_bufsize=unary.READ_BUFFER,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
-        self._unary = unary.Unary(self._session, self._endpoint.url, headers)
+        self._unary = unary.Unary(self._session, self._endpoint.url, headers, proxy)
 
     async def close(self) -> None:
         session, self._session, self._unary = self._session, None, None

@@ -50,13 +50,14 @@ class _Where(aiohttp.ClientRequest):
 class Unary:
     """Small requests to one service."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, headers: dict[str, str], proxy: str = "") -> None:
         connector = session.connector
         assert connector is not None
         base = URL(url, encoded=True)
         self._connector = connector
-        self._where = _Where("GET", base, loop=asyncio.get_running_loop(), session=session)
-        self._prefix = base.raw_path.rstrip("/")
+        via = URL(proxy) if proxy else None
+        self._where = _Where("GET", base, loop=asyncio.get_running_loop(), session=session, proxy=via)
+        self._prefix = (str(base) if proxy else base.raw_path).rstrip("/")  # a proxy is told the whole address
         fixed = {"Host": self._where.headers["Host"], **headers, "Accept": "*/*"}
         for name, value in fixed.items():
             if re.search("[\r\n\0]", value):

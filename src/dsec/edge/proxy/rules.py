@@ -224,4 +224,4 @@ def prefix(mirror: Mirror) -> str:
 
 def method_allowed(mirror: Mirror | None, method: str) -> bool:
     """A mirror is for reading: with the operator's credentials a PUT could publish."""
-    return mirror is None or mirror.writable or method in _READING
+    return mirror is None or mirror.takes_writes or method in _READING

@@ -9,11 +9,12 @@ from contextlib import aclosing
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from dsec.protocol.mirrors import Mirror
+from dsec.protocol.mirrors import Mirror, MirrorKind
 
 from . import refusals
 from .http1 import (
     LAST_CHUNK,
+    NO_BODY,
     Body,
     Framing,
     Headers,
@@ -36,10 +37,11 @@ from .limits import Limits
 from .names import BadName, normal, split_authority
 from .rules import HTTP, TLS, Denial, Policy, Route, Target, method_allowed, prefix
 from .source import Ended, Source
-from .tunnel import tunnel
+from .tunnel import Pipe, tunnel
 from .upstream import Connection, Server, Unreachable, Upstreams, server_of
 
 _SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
+_SWITCH = ((b"Connection", b"Upgrade"), (b"Upgrade", b"websocket"))
 _INTERIM = 8  # 1xx answers before the final one
 _ABSOLUTE = re.compile(r"(?i)([a-z][a-z0-9+.-]*)://([^/?#]*)([/?][^#]*)?")
 
@@ -185,6 +187,8 @@ class Session:
                 f"http://{route.target}{path[:100]}", f"this mirror has nothing outside {prefix(route.mirror)}"
             )
             return await self._deny(request, denial, body)
+        if _asks_for_websocket(request, route, body):
+            return await self._switch(request, route, path, headers)
         head = _upstream_head(request, route, path, body, headers)
         try:
             response, sending = await self._exchange(request, route, head, body)
@@ -201,6 +205,26 @@ class Session:
         finally:
             if sending is not None and not sending.done():
                 sending.cancel()
+
+    async def _switch(self, request: Request, route: Route, path: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        """A WebSocket, where the server agrees; its answer, where it does not."""
+        self._drop()
+        head = _upstream_head(request, route, path, NO_BODY, [*headers, *_SWITCH])
+        try:
+            upstream = await self._connect(route)
+            await self._send(upstream, head)
+            response = await self._final_head(upstream, switching=True)
+        except Unreachable as error:
+            return await self._unreachable(route, error)
+        except (OSError, Ended, Malformed, TimeoutError) as error:
+            status = 504 if isinstance(error, TimeoutError) else 502
+            return await self._unreachable(route, Unreachable(_failure(route, error), status))
+        self._shared.log(Decided(True, str(route.target), "WebSocket" if response.status == 101 else request.method))
+        if response.status != 101:
+            return await self._answer(request, route, response, whole=True)
+        await self._write(write_head(b"HTTP/1.1 101 Switching Protocols", [*end_to_end(response.headers), *_SWITCH]))
+        await Pipe(self._shared.limits.idle).run(self._source, self._client.write, upstream)
+        return False
 
     async def _exchange(
         self, request: Request, route: Route, head: bytes, body: Body
@@ -269,14 +293,16 @@ class Session:
         finally:
             reading.cancel()
 
-    async def _final_head(self, upstream: Connection) -> Response:
+    async def _final_head(self, upstream: Connection, *, switching: bool = False) -> Response:
         for _ in range(_INTERIM):
             async with asyncio.timeout(self._shared.limits.idle):
                 response = await read_response(upstream.source)
             if response.status >= 200:
                 return response
             if response.status == 101:
-                raise Malformed("the server switches protocols unasked")
+                if not switching or values(response.headers, b"upgrade") != [b"websocket"]:
+                    raise Malformed("the server switches protocols unasked")
+                return response
         raise Malformed("the server sends interim answers without end")
 
     async def _answer(self, request: Request, route: Route, response: Response, *, whole: bool) -> bool:
@@ -371,7 +397,18 @@ def _same(host: str, target: Target) -> bool:
 def _reads(mirror: Mirror | None, request: Request, body: Body) -> bool:
     """A mirror is for reading. A server may take the body of a GET, which few expect, for another request."""
     return method_allowed(mirror, request.method) and (
-        mirror is None or mirror.writable or body.framing is Framing.NONE
+        mirror is None or mirror.takes_writes or body.framing is Framing.NONE
+    )
+
+
+def _asks_for_websocket(request: Request, route: Route, body: Body) -> bool:
+    """Only of a server that the operator says is one to talk to: what passes then is looked at no more."""
+    return (
+        route.mirror is not None
+        and route.mirror.kind is MirrorKind.API
+        and (request.method, request.minor, body.framing) == ("GET", 1, Framing.NONE)
+        and b"upgrade" in tokens(request.headers, b"connection")
+        and [value.lower() for value in values(request.headers, b"upgrade")] == [b"websocket"]
     )
 
 

@@ -27,7 +27,7 @@ async def tunnel(source: Source, write: Write, upstream: Connection, target: Tar
         return f"{error}, in the tunnel to {target}"
     except TimeoutError:
         return f"no TLS came through the tunnel to {target}"
-    await _Pipe(limits.idle).run(source, write, upstream)
+    await Pipe(limits.idle).run(source, write, upstream)
     return None
 
 
@@ -44,7 +44,7 @@ async def _agree(source: Source, target: Target) -> None:
         raise BadHello(f"the ClientHello asks for {name} (SNI), which is not the host of CONNECT", ACCESS_DENIED)
 
 
-class _Pipe:
+class Pipe:
     """Both directions; either may end first."""
 
     def __init__(self, idle: float) -> None:
