@@ -6,11 +6,11 @@ It binds its socket, reads what it must, gives up every privilege, says so on st
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import encodings.idna  # noqa: F401 - loaded before the file system is out of reach
+import encodings.idna  # noqa: F401 - loaded before the file system is out of reach, as all that is loaded late elsewhere
 import os
 import resource
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +44,7 @@ async def _serve(socket: str, setup: Setup) -> None:
     await server.listen_unix(socket)
     confine()
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_LOOK_UPS, "look-up"))
+    loop.set_default_executor(ThreadPoolExecutor(_LOOK_UPS, "look-up"))
     ended = asyncio.Event()
     os.set_blocking(0, False)
     loop.add_reader(0, _edge_said, ended)
