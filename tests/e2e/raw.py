@@ -51,7 +51,9 @@ class Raw:
         return json.loads(await self.bytes(method, path, **asked))
 
     async def open(self, name: str, *, job: str = "", **args: object) -> Opened:
-        """Opens a rollout; args as of DSecContainerRunArgs."""
+        """Opens a rollout, in a job of that name; args as of DSecContainerRunArgs."""
+        if job:
+            await self.json("POST", "/v1/jobs", json={"name": job})
         body = {"job": job, "name": name, "args": {"container_image": BASE, **args}}
         return Opened(self, await self.json("POST", "/v1/rollouts", json=body))
 

@@ -17,6 +17,7 @@ from dsec import CapacityError, DSecClient, DSecContainerRunArgs, JobState, Reas
 from dsec.cluster import embedded
 
 from .conftest import BASE
+from .raw import Json, Raw, Refused
 from .test_crashes import client_of, kill, pid_of, states  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.e2e
@@ -157,3 +158,31 @@ async def test_jobs_outlive_edge_and_apiserver(states: list[Path]) -> None:  # n
             await stopping
             assert (await job.info()).state is JobState.STOPPED
             assert {(await sandbox.info()).reason for sandbox in sandboxes} == {Reason.JOB_END}
+
+
+async def test_rollouts_of_a_job_are_its_own(client: DSecClient, platform: embedded.Endpoint) -> None:
+    async with Raw(platform) as raw, client.job("e2e-rollouts", max_sandboxes=1) as job:
+        with pytest.raises(Refused) as refused:
+            await raw.json(
+                "POST", "/v1/rollouts", json={"name": "r", "job": "e2e-none", "args": {"container_image": BASE}}
+            )
+        assert refused.value.kind == "not_found"
+        first = await raw.open("r", job=job.name)
+        assert first.info["job"] == job.id
+        assert (await raw.open("r", job=job.name)).id == first.id
+        [inside] = [info async for info in job.sandboxes()]
+        assert (inside.id, inside.job) == (first.info["sandbox"], job.name)
+        with pytest.raises(Refused, match="max_sandboxes"):
+            await raw.open("another", job=job.name)
+        assert (await job.usage()).rollouts == 1
+        await job.stop()
+        assert (await first.now())["reason"] == "job_end"
+    async with client.job("e2e-rollouts") as again:
+        afresh = await raw_open(platform, again.name)
+        assert afresh["steps"] == 0 and afresh["job"] == again.id != job.id
+        await again.stop()
+
+
+async def raw_open(platform: embedded.Endpoint, job: str) -> Json:
+    async with Raw(platform) as raw:
+        return (await raw.open("r", job=job)).info

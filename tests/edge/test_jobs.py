@@ -61,13 +61,14 @@ class Place:
 
     def __init__(self, directory: Path, backend: Metered) -> None:
         self.directory, self.backend = directory, backend
+        self.recorded: dict[str, tuple[int, int]] = {}
         self.now = 1000.0
         self.wall = 1_000_000.0
         self.journal = Journal(directory / "journal")
         self.life = Lifecycle("t", None, backend, self.journal, Admission(100, 8))  # type: ignore[arg-type]
         self.life.jobs = Jobs("t", self.journal, lambda: self.now, lambda: self.wall)
         self.accounts = Accounts(self.life)
-        self.service = JobService(self.life, self.accounts)
+        self.service = JobService(self.life, self.accounts, lambda job: self.recorded.get(job, (0, 0)))
         self.timers = asyncio.create_task(self.service.run())
 
     async def ask(self, method: str, name: str = "j", **params: object) -> JobInfo:
@@ -269,8 +270,7 @@ async def test_stop_ends_all_by_name_and_refuses_what_comes_late(place: Place) -
 
 
 async def test_its_account_survives_its_sandboxes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    await place.ask("open")
-    place.service.counts = lambda name: (7, 70) if name == "j" else (0, 0)
+    place.recorded[(await place.ask("open")).id] = (7, 70)
     for _ in range(3):
         await place.life.create(ARGS, 10, "j")
     place.now += 10
@@ -312,14 +312,16 @@ async def test_samples_come_in_rounds_and_paused_ones_seldom(place: Place, monke
 async def test_what_is_over_is_forgotten(place: Place) -> None:
     await place.ask("open", name="left", lease=60)
     await place.ask("open", name="kept", lease=60)
+    place.recorded[(await place.ask("open", name="replayable", lease=60)).id] = (1, 0)
     await place.life.create(ARGS, 10, "kept")
     place.now += 61
-    await until(lambda: place.state("left") is JobState.PAUSED and place.state("kept") is JobState.PAUSED)
+    await until(lambda: {place.state(name) for name in ("left", "kept", "replayable")} == {JobState.PAUSED})
     place.wall += EMPTY_S + 1
     await until(lambda: place.state("left") is JobState.STOPPED)
     place.wall += KEEP_STOPPED_S + 1
-    await until(lambda: [job.name for job in place.life.jobs.all()] == ["kept"])
-    assert [record.name for record in place.journal.jobs()] == ["kept"]
+    await until(lambda: [job.name for job in place.life.jobs.all()] == ["kept", "replayable"])
+    assert [record.name for record in place.journal.jobs()] == ["kept", "replayable"]
+    assert place.state("replayable") is JobState.PAUSED
 
 
 # -- another edge takes over --
@@ -332,7 +334,7 @@ async def taken_over(place: Place, directory: Path) -> Place:
     after = Place(directory, Metered())
     after.now = place.now + 1e6  # however long it was away
     after.life.jobs = Jobs("t", after.journal, lambda: after.now, lambda: after.wall)
-    after.service = JobService(after.life, after.accounts)
+    after.service = JobService(after.life, after.accounts, lambda job: (0, 0))
     return after
 
 

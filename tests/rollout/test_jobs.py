@@ -147,7 +147,7 @@ def test_what_is_over_is_forgotten_in_its_time() -> None:
     assert one.forgettable(KEEP_STOPPED_S + 1) and not one.forgettable(KEEP_STOPPED_S - 1)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "-a", ".a", "a" * 101, "ä", "a\n", "a\0"])
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "-a", ".a", "a" * 101, "ä", "a\n", "a\0", "jb-e1-0123456789ab"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(Fault, match="job name"):
         check_name(name)

@@ -12,6 +12,7 @@ from blake3 import blake3
 from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.ids import home_of
 from dsec.protocol.rollouts import JobInfo, JobUsage
 from dsec.rollout.jobs import check_lease, check_name
 
@@ -73,8 +74,10 @@ async def _asked(x: Exchange, method: str, kind: type[JobInfo | JobUsage], **par
 
 
 async def home(x: Exchange, name: str) -> tuple[str, EdgeLink]:
-    """Name and link of the edge that has the job; Fault not_found."""
+    """Name and link of the edge that has the job, by its name or id; Fault not_found."""
     fleet = x.services.fleet
+    if (edge := home_of(name)) is not None:
+        return edge, await fleet.home("job", name)
     views = await fleet.views()
     if len(views) == 1:  # it knows best itself
         return views[0].name, fleet.link(views[0].name)

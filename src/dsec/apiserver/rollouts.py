@@ -12,6 +12,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
 from dsec.protocol.rollouts import RolloutInfo, RolloutState
 
+from . import jobs
 from .bodies import Done, FinishRequest, RolloutList, RolloutRequest
 from .exchange import BYTES, MAX_JSON, NDJSON, Exchange, announced, encode, error_line
 from .fleet import EdgeLink
@@ -24,14 +25,18 @@ _MAX_PAGE = 100_000
 
 
 async def open_(x: Exchange) -> Response:
-    """Opens it, wherever it is, else makes it on an edge with room."""
+    """Opens it, wherever it is, else makes it on an edge with room; that of a job is where the job is."""
     asked = await x.json(RolloutRequest, 16 * MAX_JSON)
     name: dict[str, object] = {"request_id": x.request_id, "job": asked.job, "name": asked.name}
     params = {**name, "args": asked.args, "timeout": asked.timeout}
-    for link, found in await _everywhere(x, name):
-        if found is not None:
-            return x.reply(await link.call("rollout.open", params, RolloutInfo))
-    return x.reply(await placed(x, "rollout.open", params, asked.timeout, RolloutInfo))
+    home = ""
+    if asked.job:
+        home, _ = await jobs.home(x, asked.job)
+    else:
+        for link, found in await _everywhere(x, name):
+            if found is not None:
+                return x.reply(await link.call("rollout.open", params, RolloutInfo))
+    return x.reply(await placed(x, "rollout.open", params, asked.timeout, RolloutInfo, home=home))
 
 
 async def _everywhere(x: Exchange, name: dict[str, object]) -> list[tuple[EdgeLink, RolloutInfo | None]]:

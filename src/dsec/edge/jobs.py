@@ -32,7 +32,8 @@ FRESH_S = 1.0
 """How old the samples may be that `job.usage` answers with."""
 MAX_WAIT_S = 300.0
 Counts = Callable[[str], tuple[int, int]]
-"""Rollouts and recorded steps of a job, by its name."""
+"""Rollouts and recorded steps of a job, by its id."""
+TIDY_S = 60.0
 _log = structlog.get_logger("edge")
 
 
@@ -68,11 +69,11 @@ class _List(msgspec.Struct, frozen=True):
 
 
 class JobService:
-    def __init__(self, lifecycle: Lifecycle, accounts: Accounts, counts: Counts | None = None) -> None:
+    def __init__(self, lifecycle: Lifecycle, accounts: Accounts, counts: Counts) -> None:
         self._lifecycle = lifecycle
         self._jobs = lifecycle.jobs
         self._accounts = accounts
-        self.counts: Counts = counts or (lambda name: (0, 0))
+        self.counts = counts
         self._at_work: dict[str, _Work] = {}
 
     def handlers(self) -> dict[str, Handler]:
@@ -208,6 +209,7 @@ class JobService:
 
     async def run(self) -> None:
         """Pauses jobs whose clients are gone and forgets those that are over; runs as long as the edge."""
+        tidied = self._jobs.wall()
         while True:
             await asyncio.sleep(TICK_S)
             now, wall = self._jobs.clock(), self._jobs.wall()
@@ -215,10 +217,17 @@ class JobService:
                 if job.lapsed(now):
                     _log.info("nobody renews a job's lease any more", job=job.name, lease_s=job.record.lease)
                     await self._kept(job, self.pause_job(job, "lease"))
-                elif job.over(wall):
-                    await self._kept(job, self.stop_job(job))
-                elif job.forgettable(wall):
-                    self._jobs.forget(job)
+            if wall - tidied >= TIDY_S:
+                tidied = wall
+                await self._tidy(wall)
+
+    async def _tidy(self, wall: float) -> None:
+        """A job with rollouts is not over: whoever opens it again gets what is recorded of them."""
+        for job in self._jobs.all():
+            if job.over(wall) and not self.counts(job.record.id)[0]:
+                await self._kept(job, self.stop_job(job))
+            elif job.forgettable(wall):
+                self._jobs.forget(job)
 
     async def _kept(self, job: Job, work: Coroutine[None, None, None]) -> None:
         try:
@@ -238,7 +247,7 @@ class JobService:
         return [sandbox for sandbox in self._lifecycle.live() if sandbox.job == job.name]
 
     def _usage(self, job: Job) -> JobUsage:
-        rollouts, steps = self.counts(job.name)
+        rollouts, steps = self.counts(job.record.id)
         return job.usage((sandbox.state.value for sandbox in self._members(job)), rollouts, steps)
 
     def _info(self, job: Job) -> JobInfo:

@@ -138,7 +138,7 @@ class Lifecycle:
     # -- creation --
 
     async def create(self, args: DSecContainerRunArgs, timeout: float, job: str = "") -> Created:
-        """A running sandbox, in the job of that name; the same idempotency key gives the same one."""
+        """A running sandbox, in the job of that name or id; the same idempotency key gives the same one."""
         started = time.perf_counter()
         check_args(args)
         if args.idempotency_key is not None and (twin := await self._twin(args.idempotency_key, timeout)) is not None:
@@ -146,7 +146,7 @@ class Lifecycle:
         self._refuse_when_closing()
         self._refuse_of_ended_burst(args.idempotency_key)
         environment = compose(self._store, args.container_image, args.layers)
-        self.jobs.refuse(job, args)
+        job = self.jobs.admit(job, args)
         holder = self.admission.reserve(args.labels, job)
         sandbox = Sandbox(new_sandbox_id(self.edge), args, environment, 1, holder, self.epoch, job)
         self._live[sandbox.id] = sandbox

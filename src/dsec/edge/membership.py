@@ -40,16 +40,21 @@ class Jobs:
         return list(self._by_name.values())
 
     def get(self, name: str) -> Job:
-        """Fault not_found when there is none of that name."""
-        job = self._by_name.get(name)
+        """By its name or its id; Fault not_found."""
+        job = self._by_name.get(name) or next((job for job in self._by_name.values() if job.record.id == name), None)
         if job is None:
             raise Fault(
                 ErrorKind.NOT_FOUND,
-                f"no job {name[:120]!r} on edge {self._edge}",
+                f"there is no job {name[:120]!r}",
                 hint="`dsec job ls` lists them; client.job(name) as a context manager opens one",
                 job=name[:120],
             )
         return job
+
+    def id_of(self, name: str) -> str:
+        """Of a job by its name. What is none is taken for an id: logs outlive the jobs that they belong to."""
+        job = self._by_name.get(name)
+        return name if job is None else job.record.id
 
     def open(self, name: str, lease: float, limits: JobLimits, labels: dict[str, str] | None) -> Job:
         """The job of that name, or a new one where there is none or it is stopped; not yet in the journal."""
@@ -80,15 +85,17 @@ class Jobs:
 
     # -- what creations and ends tell --
 
-    def refuse(self, name: str, args: DSecContainerRunArgs) -> None:
-        """Fault not_found, conflict or capacity unless the job takes one more such sandbox now."""
-        if name:
-            job = self.get(name)
-            job.refuse_unless_open()
-            job.refuse_beyond_limits(Share.of(args))
+    def admit(self, name: str, args: DSecContainerRunArgs) -> str:
+        """Fault not_found, conflict or capacity unless the job (by name or id) takes one more such sandbox now. Its name."""
+        if not name:
+            return ""
+        job = self.get(name)
+        job.refuse_unless_open()
+        job.refuse_beyond_limits(Share.of(args))
+        return job.name
 
     def enter(self, sandbox: Sandbox) -> None:
-        """Directly after `refuse`, so that no other one comes in between. Who creates in a job needs it."""
+        """Directly after `admit`, so that no other one comes in between. Who creates in a job needs it."""
         if sandbox.job:
             job = self._by_name[sandbox.job]
             job.enter(sandbox.id, Share.of(sandbox.args))

@@ -1,5 +1,6 @@
 """Rollouts on their edge: a trajectory log and the sandbox that its steps run in, opened by name, again and again.
 
+The job of a rollout is named or given by its id, and recorded by its id, so that a later job of that name begins afresh.
 The log is there before the sandbox, whose idempotency key is the rollout's id: whoever dies in between, the next opening
 goes on with what there is and makes nothing twice. Each opening is durable with a higher epoch, which fences earlier clients.
 """
@@ -101,6 +102,8 @@ class Rollouts:
         """A caller that goes away leaves the opening to its end: it comes back and finds it."""
         asked = call.params(_Open)
         _check_names(asked.job, asked.name)
+        if asked.job:
+            asked = msgspec.structs.replace(asked, job=self._lifecycle.jobs.get(asked.job).record.id)
         task = asyncio.get_running_loop().create_task(self._open(asked))
         self._hold(task)
         return await asyncio.shield(task)
@@ -129,7 +132,7 @@ class Rollouts:
     async def _make(self, trajectory: Trajectory, timeout: float) -> None:
         """Its sandbox, or the one that an opening which broke off has made."""
         args = msgspec.structs.replace(trajectory.args, idempotency_key=trajectory.id)
-        created = await self._lifecycle.create(args, timeout)
+        created = await self._lifecycle.create(args, timeout, trajectory.job)
         sandbox = self._lifecycle.running(created.id)
         with step("rollout.made", sandbox.id):
             await trajectory.made(sandbox.id, sandbox.incarnation, sandbox.layers)
@@ -238,16 +241,21 @@ class Rollouts:
 
     # -- looking --
 
+    def count(self, job: str) -> tuple[int, int]:
+        """Rollouts of a job (by its id), and steps recorded in them."""
+        return self._store.count(job)
+
     async def find(self, call: Call) -> object:
         """`RolloutInfo`, or nil."""
         asked = call.params(_Find)
-        found = self._store.find(asked.job, asked.name)
+        found = self._store.find(self._lifecycle.jobs.id_of(asked.job), asked.name)
         return None if found is None else found.info()
 
     async def list(self, call: Call) -> object:
         asked = call.params(_List)
         count, batch = 0, bytearray()
-        for info in self._store.list(asked.job):
+        job = None if asked.job is None else self._lifecycle.jobs.id_of(asked.job)
+        for info in self._store.list(job):
             if asked.states and info.state not in asked.states:
                 continue
             count += 1

@@ -135,7 +135,7 @@ class Service:
         self._relay = Relay(lifecycle, networks, runtime)
         self.forward = Forward(lifecycle)
         self.accounts = Accounts(lifecycle)
-        self.jobs = JobService(lifecycle, self.accounts)
+        self.jobs = JobService(lifecycle, self.accounts, rollouts.count)
 
     def settle_steps(self) -> None:
         """After a restart: learns what became of the steps that an earlier edge had under way."""

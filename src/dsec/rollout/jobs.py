@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
+from dsec.protocol.ids import home_of
 from dsec.protocol.rollouts import JobInfo, JobLimits, JobState, JobUsage, JobWork
 from dsec.protocol.specs import DSecContainerRunArgs, Reason
 
@@ -263,10 +264,11 @@ class Job:
 
 def check_name(name: str) -> None:
     """Fault invalid_request for what a path or a table could not carry."""
-    if _NAME.fullmatch(name) is None:
+    if _NAME.fullmatch(name) is None or home_of(name) is not None:
         raise Fault(
             ErrorKind.INVALID,
-            f"job name {name[:120]!r} is not 1 to 100 of letters, digits, '.', '_', '@', '+' and '-' (first a letter or digit)",
+            f"job name {name[:120]!r} is not 1 to 100 of letters, digits, '.', '_', '@', '+' and '-' (first a letter or digit),"
+            " or looks like an id",
         )
 
 

@@ -48,12 +48,12 @@ _summary = msgspec.msgpack.Decoder(Summary).decode
 
 
 class _Entry:
-    """A rollout that is known. summary is what is kept of it while there is no `Trajectory`."""
+    """A rollout that is known. summary and steps (how many) are what is kept of it while there is no `Trajectory`."""
 
-    __slots__ = ("job", "key", "summary")
+    __slots__ = ("job", "key", "steps", "summary")
 
-    def __init__(self, job: str, key: bytes, summary: bytes) -> None:
-        self.job, self.key, self.summary = job, key, summary
+    def __init__(self, job: str, key: bytes, summary: bytes, steps: int) -> None:
+        self.job, self.key, self.summary, self.steps = job, key, summary, steps
 
 
 class TrajectoryStore:
@@ -90,21 +90,21 @@ class TrajectoryStore:
         summary = summary_in(path)
         if summary is not None and summary.size == _size(path / "log"):
             info = summary.info
-            self._enter(info.id, info.job, info.name, msgspec.msgpack.encode(summary))
+            self._enter(info.id, info.job, info.name, msgspec.msgpack.encode(summary), info.steps)
             return
         trajectory = Trajectory.found(self._shelf, path)
         if trajectory is None:
             shutil.rmtree(path, ignore_errors=True)
             return
-        self._enter(trajectory.id, trajectory.job, trajectory.name, trajectory.summary())
+        self._enter(trajectory.id, trajectory.job, trajectory.name, trajectory.summary(), trajectory.steps)
         if trajectory.state is RolloutState.OPEN:
             self._open[trajectory.id] = trajectory
         else:
             trajectory.summarize()
 
-    def _enter(self, id: str, job: str, name: str, summary: bytes) -> None:
+    def _enter(self, id: str, job: str, name: str, summary: bytes, steps: int) -> None:
         key = _key(job, name)
-        self._entries[id] = _Entry(job, key, summary)
+        self._entries[id] = _Entry(job, key, summary, steps)
         self._ids[key] = id
 
     def create(self, id: str, *, job: str, name: str, args: DSecContainerRunArgs) -> Trajectory:
@@ -124,7 +124,7 @@ class TrajectoryStore:
             )
         head = Head(id=id, job=job, name=name, args=args, at=self._shelf.clock())
         trajectory = self._open[id] = Trajectory.begin(self._shelf, self._root / id, head)
-        self._enter(id, job, name, b"")
+        self._enter(id, job, name, b"", 0)
         return trajectory
 
     def get(self, id: str) -> Trajectory:
@@ -153,6 +153,11 @@ class TrajectoryStore:
         found = [self._info(id) for id, entry in self._entries.items() if job is None or entry.job == job]
         return sorted(found, key=lambda info: (info.created_at, info.id))
 
+    def count(self, job: str) -> tuple[int, int]:
+        """Rollouts of a job, and steps recorded in them."""
+        of_it = [(self._open.get(id), entry.steps) for id, entry in self._entries.items() if entry.job == job]
+        return len(of_it), sum(steps if trajectory is None else trajectory.steps for trajectory, steps in of_it)
+
     def _info(self, id: str) -> RolloutInfo:
         trajectory = self._open.get(id) or self._closed.get(id)
         return trajectory.info() if trajectory is not None else _summary(self._entries[id].summary).info
@@ -160,7 +165,7 @@ class TrajectoryStore:
     def _ended(self, trajectory: Trajectory) -> None:
         """What ended is let go of when nobody uses it any more."""
         if (entry := self._entries.get(trajectory.id)) is not None:
-            entry.summary = trajectory.summary()
+            entry.summary, entry.steps = trajectory.summary(), trajectory.steps
             self._open.pop(trajectory.id, None)
             self._closed[trajectory.id] = trajectory
 
