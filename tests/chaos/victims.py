@@ -12,6 +12,20 @@ PATIENCE_S = 10.0
 PROCESSES = ("apiserver", "edge", "launcher", "zygote", "helper", "aether", "supervisor")
 
 
+def slot_of(socket: Path) -> tuple[int, int, int] | None:
+    """Number, pid and start time of the slot whose listening socket has this name too; None when it is nobody's."""
+    try:
+        inode = socket.stat().st_ino
+        names = [entry.name for entry in os.scandir(socket.parent) if entry.inode() == inode]
+    except FileNotFoundError:
+        return None
+    named = next((name for name in names if name.startswith(".s")), None)
+    if named is None:
+        return None
+    number, pid, start = map(int, named.removeprefix(".s").split("."))
+    return number, pid, start
+
+
 class Victims:
     def __init__(self, state: Path, run: Path) -> None:
         self._state = os.fsencode(state)
@@ -36,12 +50,8 @@ class Victims:
         return self._started_with(names[process])
 
     def aether(self, sandbox: str) -> int | None:
-        try:
-            target = os.readlink(self._run / "sb" / f"{sandbox}.sock")
-        except OSError:
-            return None
-        _, pid, start = target.removeprefix(".s").split(".")
-        return int(pid) if is_alive(int(pid), int(start)) else None
+        served = slot_of(self._run / "sb" / f"{sandbox}.sock")
+        return served[1] if served is not None and is_alive(*served[1:]) else None
 
     def _started_with(self, word: bytes) -> list[int]:
         where = (self._state + b"/", self._state + b"\0", os.fsencode(self._run))

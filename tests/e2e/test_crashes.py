@@ -21,6 +21,7 @@ import pytest
 from dsec import DSecClient, DSecContainerRunArgs, Exit, Process, Sandbox, SandboxUnavailable, State
 from dsec.cluster import embedded
 from dsec.protocol.errors import ErrorKind, Fault
+from tests.chaos.victims import slot_of
 
 from .conftest import BASE
 from .leftovers import traces
@@ -88,7 +89,9 @@ def nspid(pid: str) -> list[str]:
 
 
 def aether_of(state: Path, sandbox: Sandbox) -> int:
-    return int(os.readlink(embedded.run_dir(state) / "sb" / f"{sandbox.id}.sock").split(".")[2])
+    served = slot_of(embedded.run_dir(state) / "sb" / f"{sandbox.id}.sock")
+    assert served is not None
+    return served[1]
 
 
 async def until_started(sandbox: Sandbox) -> None:

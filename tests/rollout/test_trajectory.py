@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
-from dsec.protocol.rollouts import RolloutState
+from dsec.protocol.rollouts import NOTHING, RolloutState, StepRecord
 from dsec.protocol.specs import DSecContainerRunArgs, Reason
 from dsec.rollout import steplog
 from dsec.rollout.trajectory import TrajectoryStore
@@ -103,7 +104,7 @@ async def test_an_error_is_an_outcome_and_the_first_outcome_counts(tmp_path: Pat
     trajectory.intent(asked(0))
     body = ErrorBody(kind=ErrorKind.FILE_NOT_FOUND, message="no file", details={"path": "/x"})
     first = await trajectory.outcome(0, result=None, error=body, outputs={}, inputs={}, done_at=1.0)
-    assert first.error == body and first.result is None
+    assert first.error == body and first.result == NOTHING
     assert await told(trajectory, 0) == first
     trajectory.intent(asked(1))
     both = await asyncio.gather(told(trajectory, 1, b"one"), told(trajectory, 1, b"two"))
@@ -278,3 +279,11 @@ async def test_thousands_of_rollouts_need_few_descriptors_and_little_memory(tmp_
     assert before < 1500 * 3000, f"{before / 1500} bytes a rollout"
     assert not again._open, "nobody asked for one yet"
     again.close()
+
+
+@pytest.mark.parametrize("result", [msgspec.Raw(b'{"pid":5}'), NOTHING])
+def test_a_record_comes_back_from_json_as_it_went(result: msgspec.Raw) -> None:
+    record = msgspec.structs.replace(asked(1), result=result)
+    line = msgspec.json.encode(record)
+    back = msgspec.json.decode(line, type=StepRecord)
+    assert bytes(back.result) == bytes(result) and msgspec.json.encode(back) == line

@@ -15,6 +15,7 @@ import pytest
 from dsec.backends.runtime import runtime_path
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkClient
+from tests.chaos.victims import slot_of
 from tests.runtime.conftest import NAME, Start, alive, leftovers
 from tests.runtime.driver import DEADLINE, MIB, Launcher, Refused, attack, run
 
@@ -245,10 +246,13 @@ def test_sandboxes_outlive_the_launcher_and_are_adopted(start: Start) -> None:
     kept, lost = first.create("sb-kept")["pid"], first.create("sb-lost")["pid"]
     first.process.kill()
     first.process.wait()
+    first.socket_path("sb-nobodys").touch()
     second = start()
     removed = second.call("sweep", keep=["sb-kept"])["removed"]
     assert removed["sandboxes"] == 1
     assert alive(kept) and not alive(lost)
+    names = {path.name for path in first.socket_path("sb-kept").parent.iterdir()}
+    assert {name for name in names if not name.startswith(".")} == {"sb-kept.sock"}
     assert second.call("usage", sandbox="sb-kept")["usage"]["pids"] == 0
     fresh = second.create("sb-new")["pid"]
     assert Path(f"/proc/{fresh}/uid_map").read_text() != Path(f"/proc/{kept}/uid_map").read_text()
@@ -294,11 +298,12 @@ async def test_groups_that_a_launcher_made_and_could_not_hand_over_are_taken(sta
     if first.call("status")["cgroup"] == "v2":
         pytest.skip("cgroup v2 has one group for all")
     first.create("sb-idle", memory=64 * MIB, pids=20)
-    slot = os.readlink(first.socket_path("sb-idle")).split(".")[1]
+    served = slot_of(first.socket_path("sb-idle"))
+    assert served is not None
     first.process.kill()
     first.close()
     for hierarchy in ("memory", "cpu", "pids"):
-        Path(f"/sys/fs/cgroup/{hierarchy}/dsec-{NAME}/{slot}").mkdir()
+        Path(f"/sys/fs/cgroup/{hierarchy}/dsec-{NAME}/s{served[0]}").mkdir()
     second = start()
     second.call("keep", keep_with=[KEPT])
     assert int(await attack(second, "sb-idle", "forks")) < 20

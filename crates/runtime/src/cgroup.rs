@@ -297,8 +297,13 @@ impl Cgroups {
     /// memory+swap may never be below memory: when the limit grows memsw is written first, else last.
     fn set_v1_memory(&self, name: &str, bytes: u64) -> Result<(), Failure> {
         let value = bytes.to_string();
-        let write =
-            |file: &str| sys::write_file(self.v1[0].as_raw_fd(), &c(format!("{name}/{file}")), value.as_bytes());
+        // The kernel gives up while a signal waits, a debugger's too; the order below would then take it for a limit that shrinks.
+        let write = |file: &str| loop {
+            match sys::write_file(self.v1[0].as_raw_fd(), &c(format!("{name}/{file}")), value.as_bytes()) {
+                Err(Errno(libc::EINTR)) => continue,
+                other => return other,
+            }
+        };
         let swap = |result: sys::Result<()>| if result == Err(Errno(libc::ENOENT)) { Ok(()) } else { result };
         let at = || format!("write {value} to memory.limit_in_bytes of {name}");
         if write("memory.limit_in_bytes").is_ok() {

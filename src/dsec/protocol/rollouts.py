@@ -58,13 +58,20 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: bytes | None = None
 
 
+NOTHING = msgspec.Raw(b"null")
+
+
+def _nothing() -> msgspec.Raw:
+    return NOTHING
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step: what was asked, and what came of it.
 
     kind is the link's method ("exec", "fs.write", "sandbox.network", ...); request its canonical form (JSON object), digest
     what identifies it. Times in Unix seconds. done_at None: the outcome is not known (yet). Exactly one of result (JSON of the
-    method's reply) and error (one that the sandbox's own state caused, such as a missing file) is there when it is. outputs:
-    by name ("stdout", "stderr", "data"); inputs: contents that the step wrote into the sandbox.
+    method's reply, else null) and error (one that the sandbox's own state caused, such as a missing file) is there when it is.
+    outputs: by name ("stdout", "stderr", "data"); inputs: contents that the step wrote into the sandbox.
     """
 
     step: int
@@ -76,7 +83,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     asked_at: float
     epoch: int = 0
     done_at: float | None = None
-    result: msgspec.Raw | None = None
+    result: msgspec.Raw = msgspec.field(default_factory=_nothing)  # msgspec reads no union with Raw
     error: ErrorBody | None = None
     outputs: dict[str, Blob] = {}
     inputs: dict[str, Blob] = {}

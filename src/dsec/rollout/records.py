@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from dsec.protocol.checked import pack
 from dsec.protocol.errors import ErrorBody
-from dsec.protocol.rollouts import Blob, RolloutState, StepRecord
+from dsec.protocol.rollouts import NOTHING, Blob, RolloutState, StepRecord
 from dsec.protocol.specs import DSecContainerRunArgs, Reason
 
 MAGIC = b"DSECROL\x01"
@@ -122,7 +122,7 @@ def step_of(intent: Intent, outcome: Outcome | None) -> StepRecord:
         asked_at=intent.asked_at,
         epoch=intent.epoch,
         done_at=None if outcome is _UNKNOWN else outcome.done_at,
-        result=None if outcome.result is None else msgspec.Raw(outcome.result),
+        result=NOTHING if outcome.result is None else msgspec.Raw(outcome.result),
         error=outcome.error,
         outputs=outcome.outputs,
         inputs=outcome.inputs,

@@ -275,7 +275,7 @@ impl Names {
             Ok(0) | Err(Errno(_)) => None,
             Ok(n) => {
                 let mut names: Vec<CString> =
-                    sys::entries(&self.buffer[..n]).map(|(name, _)| name.to_owned()).collect();
+                    sys::entries(&self.buffer[..n]).map(|entry| entry.name.to_owned()).collect();
                 names.sort_unstable();
                 Some(names)
             }

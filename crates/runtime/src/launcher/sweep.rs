@@ -1,7 +1,7 @@
 //! Sandboxes of earlier launchers: taken over while they live, removed when nobody claims them.
 //!
 //! The directory of sockets is the record. `.s<slot>.<pid>.<start>` is the listening socket of a slot, and says which
-//! process serves it; `<sandbox>.sock` is a symbolic link to it, made before PID 1 is told who it is.
+//! process serves it; `<sandbox>.sock` is another name of it, given before PID 1 is told who it is.
 
 use super::poller::Token;
 use super::slot::{parse_socket_name, Promise, Slot};
@@ -10,7 +10,6 @@ use super::{log, Launcher, Phase, Tenant};
 use crate::cgroup::Limits;
 use crate::sys::{self, c, now_us, process, At, Failure};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::CString;
 use std::os::fd::AsRawFd;
 
 /// A sweep that waits for the end of sandboxes of this launcher.
@@ -30,9 +29,10 @@ impl Launcher {
         for number in self.leftover_slots() {
             self.ids.reserve(number);
         }
-        for link in self.socket_names().iter().filter(|name| name.ends_with(SUFFIX)) {
-            let Some(target) = self.read_link(link) else { continue };
-            let Some((number, pid, start)) = parse_socket_name(&target) else { continue };
+        let found = self.sockets();
+        for (link, inode) in &found.sandboxes {
+            let Some(socket) = found.slots.get(inode) else { continue };
+            let Some((number, pid, start)) = parse_socket_name(socket) else { continue };
             let Ok(upper) = self.tools.uppers.find(number) else { continue };
             let (pidfd, phase) = match process::open_started(pid, start) {
                 Some(pidfd) if self.poller.add(pidfd.as_raw_fd(), Token::End(number)).is_ok() => (pidfd, Phase::Live),
@@ -44,7 +44,7 @@ impl Launcher {
                 },
             };
             let name = link.trim_end_matches(SUFFIX).to_string();
-            let slot = Slot::adopted(number, pid, start, pidfd, upper, target);
+            let slot = Slot::adopted(number, pid, start, pidfd, upper, socket.clone());
             self.names.insert(name.clone(), number);
             let sandbox = Some((name, link.clone()));
             self.tenants.insert(
@@ -127,27 +127,27 @@ impl Launcher {
     fn leftover_slots(&self) -> BTreeSet<u32> {
         let mut slots: BTreeSet<u32> = self.tools.cgroups.slots().into_iter().collect();
         slots.extend(self.tools.uppers.slots());
-        slots.extend(self.socket_names().iter().filter_map(|name| parse_socket_name(name)).map(|(slot, _, _)| slot));
+        slots.extend(self.sockets().slots.values().filter_map(|name| parse_socket_name(name)).map(|(slot, _, _)| slot));
         slots.retain(|slot| !self.is_ours(*slot));
         slots
     }
 
-    /// Kills the PID 1s that nobody has, and removes their sockets and the links to nothing.
+    /// Kills the PID 1s that nobody has, and removes their sockets and the names of sandboxes that have none.
     fn sweep_processes(&mut self, sweep: &mut Sweep) {
-        let sockets = self.tools.sockets.as_raw_fd();
-        for name in self.socket_names() {
-            let target = if name.ends_with(SUFFIX) { self.read_link(&name) } else { Some(name.clone()) };
-            let named = target.as_deref().and_then(parse_socket_name);
-            let Some((number, pid, start)) = named else { continue };
-            if self.is_ours(number) {
-                continue;
-            }
+        let Sockets { slots, sandboxes } = self.sockets();
+        let named = slots.iter().filter_map(|(inode, name)| Some((*inode, parse_socket_name(name)?)));
+        let ours: BTreeSet<u64> =
+            named.clone().filter(|(_, (slot, _, _))| self.is_ours(*slot)).map(|(i, _)| i).collect();
+        for (_, (_, pid, start)) in named.filter(|(inode, _)| !ours.contains(inode)) {
             if let Some(pidfd) = process::open_started(pid, start) {
                 let _ = process::send_signal(&pidfd, libc::SIGKILL);
                 process::wait_readable(&pidfd, PATIENCE_US);
                 sweep.count("processes", 1);
             }
-            let _ = sys::unlinkat(sockets, &c(name), 0);
+        }
+        let names = slots.into_iter().chain(sandboxes.into_iter().map(|(name, inode)| (inode, name)));
+        for (_, name) in names.filter(|(inode, _)| !ours.contains(inode)) {
+            let _ = sys::unlinkat(self.tools.sockets.as_raw_fd(), &c(name), 0);
             sweep.count("sockets", 1);
         }
     }
@@ -173,17 +173,24 @@ impl Launcher {
         Ok(())
     }
 
-    fn socket_names(&self) -> Vec<String> {
-        let names = sys::list(self.tools.sockets.as_raw_fd()).unwrap_or_default();
-        names.into_iter().filter_map(|(name, _): (CString, u8)| name.into_string().ok()).collect()
+    fn sockets(&self) -> Sockets {
+        let mut found = Sockets::default();
+        for (name, inode) in sys::list_files(self.tools.sockets.as_raw_fd()).unwrap_or_default() {
+            match name.into_string() {
+                Ok(name) if name.ends_with(SUFFIX) => found.sandboxes.push((name, inode)),
+                Ok(name) if parse_socket_name(&name).is_some() => drop(found.slots.insert(inode, name)),
+                _ => {} // none of ours
+            }
+        }
+        found
     }
+}
 
-    fn read_link(&self, name: &str) -> Option<String> {
-        let mut buffer = [0u8; 256];
-        let (fd, path) = (self.tools.sockets.as_raw_fd(), c(name));
-        let n = unsafe { crate::sys!(SYS_readlinkat, fd, path.as_ptr(), buffer.as_mut_ptr(), buffer.len()) }.ok()?;
-        String::from_utf8(buffer[..n].to_vec()).ok()
-    }
+/// What is in the directory of sockets, by the numbers of the files.
+#[derive(Default)]
+struct Sockets {
+    slots: BTreeMap<u64, String>,
+    sandboxes: Vec<(String, u64)>,
 }
 
 impl Sweep {

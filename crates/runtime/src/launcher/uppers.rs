@@ -396,7 +396,7 @@ fn clear(directory: RawFd, budget: &mut Budget) -> sys::Result<()> {
         if n == 0 {
             return Ok(());
         }
-        for (name, kind) in sys::entries(&buffer[..n]) {
+        for sys::Entry { name, kind, .. } in sys::entries(&buffer[..n]) {
             budget.take(directory, name)?;
             if kind != libc::DT_DIR {
                 sys::unlinkat(directory, name, 0)?;

@@ -139,8 +139,9 @@ impl Launcher {
         self.usual = Some(promise);
         let link = self.socket_name(&request.socket).ok_or_else(lost)?;
         let tenant = self.tenants.get_mut(&number).ok_or_else(lost)?;
-        let (target, name) = (c(tenant.slot.socket.as_str()), c(link.as_str()));
-        unsafe { crate::sys!(SYS_symlinkat, target.as_ptr(), self.tools.sockets.as_raw_fd(), name.as_ptr()) }
+        let (socket, name) = (c(tenant.slot.socket.as_str()), c(link.as_str()));
+        let sockets = self.tools.sockets.as_raw_fd();
+        unsafe { crate::sys!(SYS_linkat, sockets, socket.as_ptr(), sockets, name.as_ptr(), 0) }
             .at("socket", || format!("link {}", request.socket))?;
         tenant.sandbox = Some((request.sandbox.clone(), link));
         self.names.insert(request.sandbox.clone(), number);

@@ -177,30 +177,47 @@ pub fn read_whole(dir: RawFd, path: &CStr) -> Result<String> {
     }
 }
 
-/// Names in a directory, without `.` and `..`, and their kinds; `fd` must be open for reading and is read from its start.
+/// Names and kinds of a directory's entries.
 pub fn list(fd: RawFd) -> Result<Vec<(CString, u8)>> {
-    let mut names = Vec::new();
+    gather(fd, |entry| (entry.name.to_owned(), entry.kind))
+}
+
+/// Names of a directory's entries, and the numbers of the files they name.
+pub fn list_files(fd: RawFd) -> Result<Vec<(CString, u64)>> {
+    gather(fd, |entry| (entry.name.to_owned(), entry.inode))
+}
+
+fn gather<T>(fd: RawFd, take: impl Fn(Entry) -> T) -> Result<Vec<T>> {
+    let mut found = Vec::new();
     let mut buffer = vec![0u8; 32 * 1024];
     unsafe { sys!(SYS_lseek, fd, 0, libc::SEEK_SET) }?;
     loop {
         match unsafe { sys!(SYS_getdents64, fd, buffer.as_mut_ptr(), buffer.len()) }? {
-            0 => return Ok(names),
-            n => names.extend(entries(&buffer[..n]).map(|(name, kind)| (name.to_owned(), kind))),
+            0 => return Ok(found),
+            n => found.extend(entries(&buffer[..n]).map(&take)),
         }
     }
 }
 
+pub struct Entry<'a> {
+    pub name: &'a CStr,
+    pub kind: u8,
+    pub inode: u64,
+}
+
 /// The entries in what getdents64 has filled, without `.` and `..`.
-pub fn entries(buffer: &[u8]) -> impl Iterator<Item = (&CStr, u8)> {
+pub fn entries(buffer: &[u8]) -> impl Iterator<Item = Entry<'_>> {
     const NAME: usize = 19;
     let mut rest = buffer;
     std::iter::from_fn(move || {
+        let inode = u64::from_ne_bytes(rest.get(..8)?.try_into().ok()?);
         let length = u16::from_ne_bytes([*rest.get(16)?, *rest.get(17)?]) as usize;
         let (entry, after) = rest.split_at_checked(length)?;
         rest = after;
-        Some((CStr::from_bytes_until_nul(&entry[NAME..]).unwrap_or_default(), entry[NAME - 1]))
+        let name = CStr::from_bytes_until_nul(&entry[NAME..]).unwrap_or_default();
+        Some(Entry { name, kind: entry[NAME - 1], inode })
     })
-    .filter(|(name, _)| *name != c"." && *name != c"..")
+    .filter(|entry| entry.name != c"." && entry.name != c"..")
 }
 
 /// Microseconds of the monotonic clock.

@@ -53,7 +53,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run, others are not reported. pythonpath: directories for sys.path, in order, relative to workdir (or absolute).
     python: the interpreter that has pytest. arguments: more for pytest, `-k` and the like. env: more for the tests' environment.
     timeout: wall-clock seconds for the tests. uid, gid: whom they run as. tail_bytes: how much of the end of their output
-    is told.
+    is told. changed: the files of the agent, relative to workdir; None: not known, then what only the agent's code must not do
+    is told by signals and voids nothing. allow: what this task's own source must do nevertheless (docs/security.md).
     """
 
     nonce: str
@@ -69,6 +70,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     gid: int = 65534
     limits: RunLimits = RunLimits()
     tail_bytes: int = 8192
+    changed: tuple[str, ...] | None = None
+    allow: tuple[str, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -89,17 +92,18 @@ class Signal(msgspec.Struct, frozen=True):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What the runner saw.
 
-    reports: in the order in which they came. status: of the tests' main process, 128 + n when signal n ended it, None when it
-    was never started. failure: why the tests could not even be started (no such interpreter, no pytest, no such directory);
-    "" else. Failures of the code under test (it cannot be imported, say) are none of these: they are reports, or missing ones.
-    output_bytes: all that the tests printed; tail: its end. seconds: wall clock. left: processes that still lived when the
-    main process had ended; they are dead now.
+    reports: in the order in which they came. void: why none of them can be believed (one is forged, say), "" else. status: of
+    the tests' main process, 128 + n when signal n ended it, None when it was never started. failure: why the tests could not
+    even be started (no such interpreter, no pytest, no such directory), "" else. Failures of the code under test (it cannot
+    be imported, say) are none of these: they are reports, or missing ones. output_bytes: all that the tests printed; tail:
+    its end. seconds: wall clock. left: processes that still lived when the main process had ended; they are dead now.
     """
 
     nonce: str
     reports: tuple[Report, ...] = ()
     status: int | None = None
     failure: str = ""
+    void: str = ""
     timed_out: bool = False
     signals: tuple[Signal, ...] = ()
     tail: str = ""
