@@ -555,6 +555,35 @@ async def test_an_api_server_that_dies(endpoint: embedded.Endpoint) -> None:
                     await asyncio.sleep(0.1)
 
 
+async def test_a_loss_wakes_no_paused_sandbox(endpoint: embedded.Endpoint) -> None:
+    """Whoever serves a name makes it anew after a loss; the sandbox that sleeps meanwhile has it when somebody wakes it."""
+    key = Path(endpoint.key_file).read_text().strip()
+    async with DSecClient(endpoint.url, key) as client, model() as service, asyncio.timeout(90):
+        async with client.run_container(DSecContainerRunArgs(BASE)) as sandbox:
+            await serve(sandbox)
+            exposed, left = sandbox.expose(service, name="model"), sandbox.expose(service, name="left")
+            await exposed.__aenter__()
+            await left.__aenter__()
+            for role in ("apiserver", "edge"):
+                await sandbox.pause()
+                before = exposed._control, left._control
+                [pid] = [p.pid for p in embedded.status(endpoint.state).processes if p.role == role]
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                while exposed._control is before[0] or left._control is before[1]:  # asked for anew
+                    await asyncio.sleep(0.02)
+                assert (await sandbox.info()).state is State.PAUSED
+                if role == "edge":
+                    await asyncio.wait_for(left.__aexit__(None, None, None), 5)
+                    assert (await sandbox.info()).state is State.PAUSED, (
+                        "taking back what it does not have wakes nobody"
+                    )
+                while (await sandbox.run_shell("curl -sS -m 5 http://model/again")).text != "model /again 0\n":
+                    await asyncio.sleep(0.1)
+            assert b"left" not in await sandbox.files.read("/etc/hosts")
+            await exposed.__aexit__(None, None, None)
+
+
 async def test_the_command_line(inside: Sandbox, platform: embedded.Endpoint) -> None:
     dsec = command_line(platform)
     with dsec.start("forward", inside.id, str(ECHO), "--json") as process:

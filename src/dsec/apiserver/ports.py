@@ -41,11 +41,15 @@ async def forward(x: Exchange, socket: WebSocket) -> None:
 
 
 async def expose(x: Exchange, socket: WebSocket) -> None:
-    """WebSocket: a name and port inside for a service of the caller, told of each connection to it, until `{"end": true}`."""
-    port = x.number("port", 80, low=1, high=65535)
+    """WebSocket: a name and port inside for a service of the caller, told of each connection to it, until `{"end": true}`.
+
+    With `wake=false` it is accepted at once, so that a caller who leaves while the sandbox sleeps is seen to.
+    """
+    port, wake = x.number("port", 80, low=1, high=65535), x.flag("wake", True)
     link, params, incarnation = await x.target()
-    stream = await link.open("port.listen", {**params, "name": x.path_param("name"), "port": port})
-    first = decode((await _first(stream)).payload, Listening)
+    asked = {**params, "name": x.path_param("name"), "port": port, "wake": wake}
+    stream = await link.open("port.listen", asked)
+    first = decode((await _first(stream)).payload, Listening) if wake else None
     await _Listener(x, socket, stream, first).run(incarnation)
 
 
@@ -146,12 +150,13 @@ class _Talk:
 
 
 class _Listener(_Talk):
-    def __init__(self, x: Exchange, socket: WebSocket, stream: LinkStream, first: Listening) -> None:
+    def __init__(self, x: Exchange, socket: WebSocket, stream: LinkStream, first: Listening | None) -> None:
         super().__init__(x, socket, stream)
         self._first = first
 
     async def _speak(self) -> None:
-        await self._socket.send_text(encode(self._first).decode())
+        first = self._first or decode((await _first(self._stream)).payload, Listening)
+        await self._socket.send_text(encode(first).decode())
         async for item in self._stream:
             if isinstance(item, Note):
                 await self._socket.send_text(encode(decode(item.payload, Arrival)).decode())

@@ -186,7 +186,8 @@ SOCKETS: tuple[Socket, ...] = (
     Socket(f"{SANDBOX}/expose/{{name}}", ports.expose, "A name inside for a service of the caller (WebSocket)", "port.expose",
            'Text messages to the client: first `{"address", "port"}`, then `{"connection", "peer"}` for each connection that '
            'code inside makes. The client ends it with `{"end": true}`; the name is gone when the WebSocket closes.',
-           (Param("port", "integer", "port inside, default 80"),)),
+           (Param("port", "integer", "port inside, default 80"),
+            Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does"))),
     Socket(f"{SANDBOX}/expose/{{name}}/{{connection}}", ports.exposed_connection,
            "One connection to an exposed service (WebSocket)", "port.accept", "Messages as those of `forward`."),
 )  # fmt: skip

@@ -22,8 +22,11 @@ class _Connect(Target, frozen=True):
 
 
 class _Listen(Target, frozen=True):
+    """wake: False for one who asks again after a loss, and so does not resume a paused sandbox."""
+
     port: int = 0
     name: str = ""
+    wake: bool = True
 
 
 class _Accept(Target, frozen=True):
@@ -66,7 +69,9 @@ class Forward:
         """`port.listen`: until the caller's END, or its leaving. The name is gone when this is answered."""
         params = call.params(_Listen)
         _check_port(params.port)
-        sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
+        sandbox = await self._reached(call, params)
+        if sandbox is None:
+            return {}
         try:
             async with AsyncExitStack() as stack:
                 address = await stack.enter_async_context(self.names.reserved(sandbox, params.name))
@@ -78,6 +83,20 @@ class Forward:
         except Fault as fault:
             raise await _told(sandbox, fault) from fault
         return {}
+
+    async def _reached(self, call: Call, params: _Listen) -> Sandbox | None:
+        """The sandbox, awake; None when a caller who only waits for that has had enough."""
+        if params.wake:
+            return await self._lifecycle.ready(params.sandbox, params.incarnation)
+        awake = asyncio.create_task(self._lifecycle.awake(params.sandbox, params.incarnation))
+        leaving = asyncio.create_task(_drain(call))
+        try:
+            await asyncio.wait({awake, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return awake.result() if awake.done() else None
+        finally:
+            awake.cancel()
+            leaving.cancel()
+            await asyncio.gather(awake, leaving, return_exceptions=True)
 
 
 def _check_port(port: int) -> None:

@@ -171,7 +171,9 @@ class Exposed:
             delay = min(2 * delay, _LAST_DELAY)
 
     async def _listen(self, ready: asyncio.Future[None]) -> None:
-        async with self._transport.socket(self._path, self._query, self._target, heartbeat=None) as control:
+        """Only the first time is the caller's wish: after a loss a sandbox that sleeps goes on sleeping."""
+        query = self._query | {"wake": "false"} if ready.done() else self._query
+        async with self._transport.socket(self._path, query, self._target, heartbeat=None) as control:
             self._control = control
             async for message in control:
                 if message.type is not aiohttp.WSMsgType.TEXT:
