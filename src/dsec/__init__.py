@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsec.protocol.rollouts import JobLimits as JobLimits
     from dsec.protocol.rollouts import JobState as JobState
     from dsec.protocol.rollouts import JobUsage as JobUsage
+    from dsec.protocol.scopes import ScopedKey as ScopedKey
     from dsec.protocol.specs import Capabilities as Capabilities
     from dsec.protocol.specs import Capability as Capability
     from dsec.protocol.specs import Change as Change
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from dsec.sdk.errors import Unsupported as Unsupported
     from dsec.sdk.files import Files as Files
     from dsec.sdk.jobs import Job as Job
+    from dsec.sdk.keys import Keys as Keys
     from dsec.sdk.layers import Layers as Layers
     from dsec.sdk.ports import Exposed as Exposed
     from dsec.sdk.ports import Forward as Forward
@@ -92,6 +94,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
     "dsec.protocol.rollouts": ("JobInfo", "JobLimits", "JobState", "JobUsage"),
+    "dsec.protocol.scopes": ("ScopedKey",),
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
@@ -108,6 +111,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dsec.sdk.files": ("Files",),
     "dsec.sdk.jobs": ("Job",),
+    "dsec.sdk.keys": ("Keys",),
     "dsec.sdk.layers": ("Layers",),
     "dsec.sdk.ports": ("Exposed", "Forward", "LocalUrl"),
     "dsec.sdk.process": ("Process",),

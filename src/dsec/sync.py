@@ -20,6 +20,7 @@ import dsec as _async
 from dsec.protocol.errors import ErrorKind
 from dsec.protocol.mirrors import Mirror, MirrorKind
 from dsec.protocol.rollouts import JobInfo, JobLimits, JobState, JobUsage
+from dsec.protocol.scopes import ScopedKey
 from dsec.protocol.specs import (
     Capabilities,
     Capability,
@@ -100,6 +101,43 @@ class Layers:
     def inspect(self, ref: str | LayerRef) -> dict[str, object]:
         """The manifest of one layer: name, version, kind, blobs, provenance, sizes. NotFound when it is not there."""
         return portal.run(self._inner.inspect(ref))
+
+
+class Keys:
+    """`client.keys`."""
+
+    _inner: _async.Keys
+
+    @classmethod
+    def _of(cls, inner: _async.Keys) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def create(
+        self,
+        job: str,
+        *,
+        rollouts: str | Sequence[str] | None = None,
+        may: Sequence[str] = ("use",),
+        network: Sequence[str] = (),
+        layers: str | Sequence[str] | None = None,
+        ttl: float | None = None,
+        note: str = "",
+    ) -> ScopedKey:
+        """A key for the rollouts of a job that match `rollouts` (globs, `agent/*`; None: all of them). `.key` is told once.
+
+        may: "use" (open those that are there again, and use their sandboxes), "create" (make new ones), "grade". network:
+        names that `network_rules` of their sandboxes may allow. layers: globs of what new ones may be made from (None: any;
+        name them where the store has layers that the holder must not see, as hidden tests). ttl: seconds; an hour when left
+        out. It ends with its job at the latest. PermissionDenied for more than the asking key may, Conflict for an ended job.
+        """
+        return portal.run(
+            self._inner.create(job, rollouts=rollouts, may=may, network=network, layers=layers, ttl=ttl, note=note)
+        )
 
 
 class Files:
@@ -820,6 +858,10 @@ class DSecClient:
     def layers(self) -> Layers:
         return Layers._of(self._inner.layers)
 
+    @property
+    def keys(self) -> Keys:
+        return Keys._of(self._inner.keys)
+
     def open(self) -> None:
         """Connects and checks the key. ConnectionLost or AuthenticationError say what to do; idempotent."""
         portal.run(self._inner.open())
@@ -976,6 +1018,7 @@ __all__ = [
     "JobLimits",
     "JobState",
     "JobUsage",
+    "Keys",
     "LayerRef",
     "Layers",
     "Limits",
@@ -1000,6 +1043,7 @@ __all__ = [
     "Sandbox",
     "SandboxInfo",
     "SandboxUnavailable",
+    "ScopedKey",
     "Session",
     "SessionEnded",
     "SessionInfo",

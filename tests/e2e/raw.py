@@ -29,8 +29,9 @@ class Refused(Exception):
 class Raw:
     """A client of one platform."""
 
-    def __init__(self, endpoint: embedded.Endpoint) -> None:
-        key = Path(endpoint.key_file).read_text().strip()
+    def __init__(self, endpoint: embedded.Endpoint, key: str = "") -> None:
+        """key: the owner's unless another is given."""
+        key = key or Path(endpoint.key_file).read_text().strip()
         self._http = httpx.AsyncClient(
             base_url=endpoint.url, headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False
         )
@@ -50,9 +51,9 @@ class Raw:
     async def json(self, method: str, path: str, **asked: Any) -> Any:
         return json.loads(await self.bytes(method, path, **asked))
 
-    async def open(self, name: str, *, job: str = "", **args: object) -> Opened:
+    async def open(self, name: str, *, job: str = "", opens_job: bool = True, **args: object) -> Opened:
         """Opens a rollout, in a job of that name; args as of DSecContainerRunArgs."""
-        if job:
+        if job and opens_job:
             await self.json("POST", "/v1/jobs", json={"name": job})
         body = {"job": job, "name": name, "args": {"container_image": BASE, **args}}
         return Opened(self, await self.json("POST", "/v1/rollouts", json=body))

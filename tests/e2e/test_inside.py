@@ -16,6 +16,7 @@ from dsec.iam.scoped import Claims, Signer
 from dsec.layers import LayerStore, build_sdk
 
 from .conftest import BASE
+from .raw import Raw, Refused
 
 pytestmark = pytest.mark.e2e
 ASK = "import dsec.sync; print(dsec.sync.DSecClient().capabilities().version)"
@@ -91,3 +92,53 @@ def _pid(platform: embedded.Endpoint, role: str) -> int:
     found = {process.role: process.pid for process in embedded.status(platform.state).processes}
     assert found[role] is not None
     return found[role]
+
+
+async def test_a_key_reaches_its_rollouts_and_nothing_else(
+    platform: embedded.Endpoint, client: dsec.DSecClient
+) -> None:
+    async with Raw(platform) as owner:
+        mine = await owner.open("agent/1", job="keys")
+        other = await owner.open("other/1", job="keys")
+        elsewhere = await owner.open("agent/1", job="others")
+        made = await client.keys.create("keys", rollouts="agent/*", may=("use", "create"), layers=BASE)
+        async with dsec.DSecClient(platform.url, made.key) as holder, Raw(platform, made.key) as raw:
+            sandbox = await holder.attach(mine.info["sandbox"])
+            assert (await sandbox.run_shell("echo mine")).text == "mine\n"
+            again = await raw.open("agent/1", job="keys", opens_job=False)
+            assert again.info["id"] == mine.id and again.info["epoch"] == mine.info["epoch"] + 1
+            assert (await again.shell(0, "echo step"))["done"]["exit_code"] == 0
+            new = await raw.open("agent/2", job="keys", opens_job=False)
+            await new.finish(reward=1.0)
+            for foreign in (other, elsewhere):
+                with pytest.raises(dsec.PermissionDenied):
+                    await holder.attach(foreign.info["sandbox"])
+                with pytest.raises(Refused) as refused:
+                    await foreign._replace(raw=raw).now()
+                assert refused.value.kind == "permission"
+                with pytest.raises(Refused) as refused:  # its own sandbox, by a step of another's rollout
+                    await foreign._replace(raw=raw, info={**foreign.info, "sandbox": mine.info["sandbox"]}).shell(
+                        0, "id"
+                    )
+                assert refused.value.kind in ("permission", "conflict", "invalid_request")
+            for name, more in {
+                "other/2": {},
+                "agent/3": {"layers": ["tests@1"]},
+                "agent/4": {"network_rules": {"dsec": True}},
+            }.items():
+                with pytest.raises(Refused) as refused:
+                    await raw.open(name, job="keys", opens_job=False, **more)
+                assert refused.value.kind == "permission", name
+            with pytest.raises(dsec.PermissionDenied):
+                await sandbox.set_network({"dsec": True})
+            with pytest.raises(dsec.PermissionDenied):
+                await holder.run_container(DSecContainerRunArgs(BASE))
+            await owner.json("DELETE", "/v1/jobs/keys")
+            with pytest.raises(dsec.PermissionDenied, match="has ended"):
+                await sandbox.run_shell("true")
+            await owner.open("agent/1", job="keys")  # a later job of the same name is another
+            with pytest.raises(Refused) as refused:
+                await raw.open("agent/1", job="keys", opens_job=False)
+            assert refused.value.kind == "permission"
+        for job in ("keys", "others"):
+            await owner.json("DELETE", f"/v1/jobs/{job}")

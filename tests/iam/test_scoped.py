@@ -10,6 +10,7 @@ from dsec.iam.keys import KeyRing, Principal
 from dsec.iam.scoped import MAX_TTL_S, PREFIX, Claims, Signer, Wanted, claims_of, signing_key
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.scopes import Right
+from dsec.protocol.specs import DSecContainerRunArgs
 
 KEY = "k" * 32
 JOB = "jb-local-000000000000"
@@ -68,6 +69,7 @@ def test_claims_of_another_version_are_no_key() -> None:
 HELD = Claims(
     key="ky-1", job=JOB, rollouts=("a/*", "b/1"), may=(Right.USE, Right.GRADE), network=("pypi",), until=1000.0
 )
+MAKER = Claims(key="ky-1", job=JOB, may=(Right.CREATE,), layers=("debian@12", "task-*"), until=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +129,22 @@ def test_the_owner_is_not_let_in_from_a_sandbox() -> None:
         ring.check(bearer(KEY), inside=True)
     with refused(ErrorKind.AUTHENTICATION):  # and is not told whether it has found the key
         ring.check(bearer("x" * 32), inside=True)
+
+
+def test_layers_are_narrowed_too() -> None:
+    given = claims_of(Wanted(job=JOB, may=(Right.CREATE,), layers=("task-3",)), MAKER, now=500.0)
+    given.scope().require_creation(DSecContainerRunArgs("task-3"))
+    for layers in (None, ("*",), ("tests-3",)):
+        with refused(ErrorKind.PERMISSION):
+            claims_of(Wanted(job=JOB, may=(Right.CREATE,), layers=layers), MAKER, now=500.0)
+    scope = MAKER.scope()
+    scope.require_creation(DSecContainerRunArgs("debian@12", layers=("task-7@1",)))
+    for args in (
+        DSecContainerRunArgs(),
+        DSecContainerRunArgs("debian@12", layers=("tests-7@1",)),
+        DSecContainerRunArgs("debian@12", network_rules={"pypi": True}),
+    ):
+        with refused(ErrorKind.PERMISSION):
+            scope.require_creation(args)
+    with refused(ErrorKind.PERMISSION):
+        HELD.scope().require_creation(DSecContainerRunArgs("debian@12"))

@@ -147,7 +147,7 @@ def _endpoint(handler: SocketHandler, services: Services) -> Callable[[WebSocket
 
 def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
     """The application over a fleet that it starts and stops itself."""
-    services = Services(fleet, Placement(), version)
+    services = Services(fleet, Placement(), version, keys)
     services.openapi = document(version)
     by_path: dict[str, dict[str, Handler]] = {}
     for operation in OPERATIONS:

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
 from dsec.protocol.rollouts import JobInfo, JobLimits, JobName, RolloutInfo
+from dsec.protocol.scopes import Right
 from dsec.protocol.specs import Cells, DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
 T = TypeVar("T")
@@ -107,6 +108,22 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: float = 60
     limits: JobLimits = JobLimits()
     labels: dict[str, str] | None = None
+
+
+class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A scoped key to make, good for some rollouts of a job: for those whose names match `rollouts` (globs; null: all).
+
+    may: use them and their sandboxes, create new ones, grade their changes. network: names that rules of their sandboxes may
+    allow. layers: globs of what new ones may be made from (null: any). ttl_s: seconds that it lasts, an hour when left out.
+    """
+
+    job: JobName
+    rollouts: list[str] | None = None
+    may: tuple[Right, ...] = (Right.USE,)
+    network: list[str] = []
+    layers: list[str] | None = None
+    ttl_s: float | None = None
+    note: str = ""
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

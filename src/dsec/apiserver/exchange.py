@@ -15,7 +15,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsec.iam.keys import Principal
+from dsec.iam.keys import KeyRing, Principal
+from dsec.iam.scoped import Claims, Wanted
 from dsec.placement.choice import Placement
 from dsec.protocol import scopes
 from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind, Fault
@@ -46,7 +47,8 @@ encode = _encoder.encode
 class Services:
     """What every handler may use."""
 
-    def __init__(self, fleet: Fleet, placement: Placement, version: str) -> None:
+    def __init__(self, fleet: Fleet, placement: Placement, version: str, keys: KeyRing | None = None) -> None:
+        self.keys = keys
         self.fleet = fleet
         self.placement = placement
         self.version = version
@@ -88,6 +90,11 @@ class Exchange:
     def of(cls, scope: Scope, receive: Receive, services: Services) -> Exchange:
         headers, path_params, principal = scope["dsec.headers"], scope["path_params"], scope["dsec.principal"]
         return cls(services, scope["dsec.request_id"], headers, path_params, scope["query_string"], receive, principal)
+
+    def issue(self, wanted: Wanted) -> tuple[str, Claims]:
+        """A scoped key of what the caller holds, or less. Fault permission for more."""
+        assert self.principal is not None and self.platform.keys is not None
+        return self.platform.keys.issue(self.principal, wanted)
 
     # -- what was asked --
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from dsec.protocol.rollouts import JobInfo, JobUsage, RolloutInfo, StepRecord
-from dsec.protocol.scopes import Right
+from dsec.protocol.scopes import Right, ScopedKey
 from dsec.protocol.specs import (
     Capabilities,
     ChangeSet,
@@ -25,7 +25,7 @@ from dsec.protocol.specs import (
     SessionInfo,
 )
 
-from . import bodies, commands, files, jobs, platform, ports, rollouts, sandboxes, sessions
+from . import bodies, commands, files, jobs, keys, platform, ports, rollouts, sandboxes, sessions
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
@@ -169,6 +169,8 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", f"{JOB}/pause", jobs.pause, "Pause all its sandboxes; idempotent", response=JobInfo, params=_WAIT),
     Operation("POST", f"{JOB}/resume", jobs.resume, "Resume all its sandboxes; idempotent", response=JobInfo, params=_WAIT),
     Operation("GET", f"{JOB}/usage", jobs.usage, "What its sandboxes use and have used", response=JobUsage),
+    Operation("POST", "/v1/keys", keys.create, "Make a scoped key for rollouts of a job; it is told once", bodies.KeyRequest,
+              ScopedKey, status=201),
     Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),
     Operation("GET", "/v1/layers/{ref:path}", platform.layer, "One layer's manifest", response=JSON),
     Operation("GET", "/v1/capabilities", platform.capabilities, "What this installation can do", response=Capabilities),
@@ -213,9 +215,12 @@ SCOPED: dict[Handler | SocketHandler, Right | None] = {
             files.move, files.mkdir, files.archive_read, files.archive_write, sessions.open_, sessions.listing,
             sessions.close, sessions.interrupt, sandboxes.info, sandboxes.stop, sandboxes.pause, sandboxes.resume,
             sandboxes.network, sandboxes.changes, sandboxes.logs, ports.forward, ports.expose, ports.exposed_connection,
+            rollouts.info, rollouts.steps, rollouts.blob, rollouts.finish,
         ),
         Right.USE,
     ),
+    rollouts.open_: None,  # `use` for one that is there, `create` for a new one: the edge knows which
+    keys.create: None,
     platform.capabilities: None,
     **dict.fromkeys(PUBLIC),
 }  # fmt: skip

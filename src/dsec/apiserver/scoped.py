@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsec.protocol.ids import home_of
 from dsec.protocol.link import LinkClient
 from dsec.protocol.scopes import Scope
 from dsec.watcher.watcher import EdgeView
@@ -42,13 +43,14 @@ class ScopedFleet(Fleet):
         self.watcher = whole.watcher
 
     async def views(self) -> list[EdgeView]:
-        return await self._whole.views()
+        """Only the edge of its job: sandboxes and rollouts of a job are where it is."""
+        return [view for view in await self._whole.views() if view.name == home_of(self._scope.job)]
 
     def link(self, edge: str) -> EdgeLink:
         return ScopedLink(self._whole.link(edge), self._scope)
 
     async def links(self) -> list[EdgeLink]:
-        return [ScopedLink(link, self._scope) for link in await self._whole.links()]
+        return [self.link(home_of(self._scope.job) or "")]
 
     async def route(self, sandbox: str) -> EdgeLink:
         return ScopedLink(await self._whole.route(sandbox), self._scope)

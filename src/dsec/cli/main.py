@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from dsec.cli import bench, copy, demo, doctor, forward, layer, network, platform, run, sandboxes, version
+from dsec.cli import bench, copy, demo, doctor, forward, key, layer, network, platform, run, sandboxes, version
 from dsec.cli.failure import CliFailure, ExitCode, report
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 for group in (platform, doctor, run, sandboxes, network, copy, forward, demo, bench, version):
     group.register(app)
 app.add_typer(layer.app, name="layer")
+app.add_typer(key.app, name="key")
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from .lifecycle import Lifecycle
 from .limits import DiskWatch
 from .network import Networks
 from .rollouts import Rollouts
+from .scopes import Guard, Known
 from .service import Service, socket_directory
 
 VERSION = "0.1.0"
@@ -94,7 +95,10 @@ class Edge:
             version=VERSION,
         )
         service.settle_steps()
-        server = LinkServer(service.handlers(), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
+        guard = Guard(Known(self._lifecycle, self._rollouts))
+        server = LinkServer(
+            guard.over(service.handlers()), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error
+        )
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls(), vital=True)
         await service.jobs.go_on()

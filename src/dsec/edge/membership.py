@@ -39,6 +39,9 @@ class Jobs:
     def all(self) -> list[Job]:
         return list(self._by_name.values())
 
+    def known(self, name: str) -> Job | None:
+        return self._by_name.get(name)
+
     def get(self, name: str) -> Job:
         """By its name or its id; Fault not_found."""
         job = self._by_name.get(name) or next((job for job in self._by_name.values() if job.record.id == name), None)

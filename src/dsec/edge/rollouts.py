@@ -21,6 +21,7 @@ from dsec.protocol.ids import home_of, new_rollout_id
 from dsec.protocol.link import Call, Handler, pack_record
 from dsec.protocol.requests import canonical, difference, told
 from dsec.protocol.rollouts import MAX_STEP, RolloutInfo, RolloutState
+from dsec.protocol.scopes import Right, Scope
 from dsec.protocol.specs import DSecContainerRunArgs, Reason
 from dsec.protocol.steps import step
 from dsec.rollout.trajectory import Trajectory, TrajectoryStore
@@ -42,6 +43,7 @@ class _Open(msgspec.Struct, frozen=True):
     job: str = ""
     args: DSecContainerRunArgs = DSecContainerRunArgs()
     timeout: float = 120
+    scope: Scope | None = None  # of a caller who may not everything
 
 
 class _Find(msgspec.Struct, frozen=True):
@@ -112,11 +114,15 @@ class Rollouts:
         async with self._one_at_a_time(asked.job, asked.name):
             trajectory = self._store.find(asked.job, asked.name)
             if new := trajectory is None:
+                if asked.scope is not None:
+                    asked.scope.require_creation(asked.args)
                 check_args(asked.args)
                 id = new_rollout_id(self._lifecycle.edge)
                 with step("rollout.create", id):
                     trajectory = self._store.create(id, job=asked.job, name=asked.name, args=asked.args)
             else:
+                if asked.scope is not None:
+                    asked.scope.require(Right.USE)
                 _check_same(trajectory, asked.args)
             with step("rollout.open", trajectory.id):
                 await trajectory.opened()
@@ -151,18 +157,24 @@ class Rollouts:
             if not self._wanting[key]:
                 del self._wanting[key], self._opening[key]
 
+    # -- which is whose --
+
+    def of_sandbox(self, found: Sandbox | Record) -> Trajectory | None:
+        """The rollout that runs in it: its id made the sandbox, and its log names it."""
+        trajectory = self.known(found.args.idempotency_key or "")
+        return trajectory if trajectory is not None and trajectory.sandbox == found.id else None
+
+    def known(self, id: str) -> Trajectory | None:
+        try:
+            return self._store.get(id) if home_of(id) is not None else None
+        except Fault:
+            return None
+
     # -- ends --
 
     def _ended(self, sandbox: Sandbox) -> None:
         """A sandbox has ended: if a rollout ran in it, only what is recorded can be had from now on."""
-        id = sandbox.args.idempotency_key
-        if id is None or home_of(id) is None:
-            return
-        try:
-            trajectory = self._store.get(id)
-        except Fault:
-            return
-        if trajectory.sandbox == sandbox.id:
+        if (trajectory := self.of_sandbox(sandbox)) is not None:
             self._hold(asyncio.get_running_loop().create_task(self._lose(trajectory, sandbox.reason)))
 
     async def _lose(self, trajectory: Trajectory, reason: Reason | None) -> None:

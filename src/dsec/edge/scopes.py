@@ -13,8 +13,11 @@ import msgspec
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Call, Handler
-from dsec.protocol.rollouts import StepRef
-from dsec.protocol.scopes import Scope
+from dsec.protocol.rollouts import JobState, StepRef
+from dsec.protocol.scopes import Right, Scope
+
+from .lifecycle import Lifecycle
+from .rollouts import Rollouts
 
 
 class Owned(NamedTuple):
@@ -29,6 +32,10 @@ class Owners(Protocol):
 
     def of_sandbox(self, sandbox: str) -> Owned | None: ...
     def of_rollout(self, rollout: str) -> Owned | None: ...
+    def named(self, job: str) -> str:
+        """The id of the job of that name, "" for none."""
+        ...
+
     def job_runs(self, job: str) -> bool: ...
 
 
@@ -39,6 +46,11 @@ class _Asked(msgspec.Struct, frozen=True):
     sandbox: str = ""
     rollout: str = ""
     step_of: StepRef | None = None
+
+
+class _Open(msgspec.Struct, frozen=True):
+    job: str = ""
+    name: str = ""
 
 
 class _Rules(msgspec.Struct, frozen=True):
@@ -54,6 +66,40 @@ OF_SANDBOXES = frozenset(
         "fs.tar", "fs.untar", "fs.watch",
     )
 )  # fmt: skip
+
+
+OF_ROLLOUTS = frozenset(("rollout.info", "rollout.steps", "rollout.blob", "rollout.finish"))
+BY_NAME = frozenset(
+    ("rollout.open", "rollout.find")
+)  # whether one may be made, `Rollouts.open` asks of the scope itself
+
+
+class Known:
+    """`Owners` by what this edge has: a sandbox belongs to the rollout whose log names it, and that names its job."""
+
+    def __init__(self, lifecycle: Lifecycle, rollouts: Rollouts) -> None:
+        self._lifecycle = lifecycle
+        self._rollouts = rollouts
+
+    def of_sandbox(self, sandbox: str) -> Owned | None:
+        try:
+            found = self._lifecycle.get(sandbox)
+        except Fault:
+            return None
+        trajectory = self._rollouts.of_sandbox(found)
+        return None if trajectory is None else Owned(trajectory.job, trajectory.name)
+
+    def of_rollout(self, rollout: str) -> Owned | None:
+        trajectory = self._rollouts.known(rollout)
+        return None if trajectory is None else Owned(trajectory.job, trajectory.name)
+
+    def named(self, job: str) -> str:
+        found = self._lifecycle.jobs.known(job)
+        return "" if found is None else found.record.id
+
+    def job_runs(self, job: str) -> bool:
+        ended = (JobState.STOPPING, JobState.STOPPED)
+        return any(one.record.id == job and one.record.state not in ended for one in self._lifecycle.jobs.all())
 
 
 class Guard:
@@ -74,17 +120,27 @@ class Guard:
         return guarded
 
     def _check(self, method: str, call: Call, asked: _Asked, scope: Scope) -> None:
-        if method not in OF_SANDBOXES:
+        if method not in OF_SANDBOXES | OF_ROLLOUTS | BY_NAME:
             raise scope.refusal(f"{method} on this node")
         if not self._owners.job_runs(scope.job):
             raise Fault(
                 ErrorKind.PERMISSION, f"key {scope.key} is over: the job that it is for has ended",
                 hint="open a job and make a new key",
             )  # fmt: skip
-        owned = self._owners.of_sandbox(asked.sandbox)
+        owned = self._owned(method, call, asked)
         if owned is None or not scope.covers(*owned):
             raise scope.refused_target()
+        if method not in BY_NAME:  # they ask for what they need
+            scope.require(Right.USE)
         if asked.step_of is not None and self._owners.of_rollout(asked.step_of.rollout) != owned:
             raise scope.refused_target()
         if method == "sandbox.network":
             scope.require_network(call.params(_Rules).rules)
+
+    def _owned(self, method: str, call: Call, asked: _Asked) -> Owned | None:
+        if method in BY_NAME:
+            wanted = call.params(_Open)
+            return Owned(self._owners.named(wanted.job), wanted.name)
+        return (
+            self._owners.of_rollout(asked.rollout) if method in OF_ROLLOUTS else self._owners.of_sandbox(asked.sandbox)
+        )

@@ -26,22 +26,25 @@ _HINT = "ask who made it for a new one (`dsec key create`)"
 
 
 class Claims(Scope, frozen=True, kw_only=True, omit_defaults=True):
-    """What a scoped key says of itself. until: Unix seconds."""
+    """What a scoped key says of itself. name: of the job, for who asks by it; until: Unix seconds."""
 
     until: float
+    name: str = ""
     note: str = ""
 
     def scope(self) -> Scope:
-        return Scope(key=self.key, job=self.job, rollouts=self.rollouts, may=self.may, network=self.network)
+        return Scope(**{field: getattr(self, field) for field in Scope.__struct_fields__})
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A key to make, as it was asked for. ttl_s: None for as long as the asker's own, or an hour."""
+    """A key to make, as it was asked for. job: its id, name: its name. ttl_s: None for an hour, or as long as the asker's own."""
 
     job: str
+    name: str = ""
     rollouts: tuple[str, ...] | None = None
     may: tuple[Right, ...] = (Right.USE,)
     network: tuple[str, ...] = ()
+    layers: tuple[str, ...] | None = None
     ttl_s: float | None = None
     note: str = ""
 
@@ -105,23 +108,26 @@ def claims_of(wanted: Wanted, held: Claims | None, now: float | None = None) -> 
         raise Fault(ErrorKind.INVALID, "network: more than 64 names, or one of more than 256 characters")
     if not wanted.may:
         raise Fault(ErrorKind.INVALID, "may is empty", hint="use, create and grade are rights")
-    globs = None if wanted.rollouts is None else check_globs(wanted.rollouts)
+    globs = None if wanted.rollouts is None else check_globs("rollouts", wanted.rollouts)
+    layers = None if wanted.layers is None else check_globs("layers", wanted.layers)
     if held is not None:
-        _within(wanted, globs, held, ttl - longest)
+        _within(wanted, held, ttl - longest)
     may = tuple(sorted(set(wanted.may), key=list(Right).index))
     return Claims(
         key=new_key_id(), job=wanted.job, rollouts=globs, may=may, network=tuple(sorted(set(wanted.network))),
-        until=now + ttl, note=wanted.note,
+        layers=layers, until=now + ttl, name=wanted.name, note=wanted.note,
     )  # fmt: skip
 
 
-def _within(wanted: Wanted, globs: tuple[str, ...] | None, held: Claims, longer: float) -> None:
+def _within(wanted: Wanted, held: Claims, longer: float) -> None:
     if wanted.job != held.job:
         raise held.refusal("keys for another job")
     if more := sorted(right.value for right in set(wanted.may) - set(held.may)):
         raise held.refusal(f"keys with the right {more[0]!r}, which it does not have")
-    if not narrower(held.rollouts, globs):
+    if not narrower(held.rollouts, wanted.rollouts):
         raise held.refusal("keys for more rollouts than its own: name some of them, or repeat its globs")
+    if Right.CREATE in wanted.may and not narrower(held.layers, wanted.layers):
+        raise held.refusal("keys for more layers than its own: name some of them, or repeat its globs")
     if more := sorted(set(wanted.network) - set(held.network)):
         raise held.refusal(f"keys whose sandboxes may reach {more[0]!r}, which its own may not")
     if longer > 0:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from .errors import ErrorKind, Fault
+from .specs import DSecContainerRunArgs
 
 MAX_GLOBS = 32
 MAX_GLOB = 200  # characters
@@ -27,7 +28,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Some rollouts of one job. rollouts: globs of their names (`*` covers `/` too), None for all of them.
 
     key: id of the key, for logs and refusals. job: id of the job, so that a later one of the same name is another. network:
-    names that `network_rules` of its sandboxes may allow.
+    names that `network_rules` of its sandboxes may allow. layers: globs of what new sandboxes may be made from, None for any.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rollouts: tuple[str, ...] | None = None
     may: tuple[Right, ...] = (Right.USE,)
     network: tuple[str, ...] = ()
+    layers: tuple[str, ...] | None = None
 
     def covers(self, job: str, rollout: str) -> bool:
         """Whether a rollout of this name, or its sandbox, is within reach. What belongs to no rollout ("") never is."""
@@ -47,6 +49,16 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if right not in self.may:
             have = ", ".join(one.value for one in self.may) or "nothing"
             raise self.refusal(f"the right {right.value!r} (it has: {have})")
+
+    def require_creation(self, args: DSecContainerRunArgs) -> None:
+        """Fault permission unless its holder may make a rollout of this."""
+        self.require(Right.CREATE)
+        self.require_network(args.network_rules)
+        for layer in (args.container_image or "", *args.layers) if self.layers is not None else ():
+            if not any(fnmatchcase(layer, glob) for glob in self.layers or ()):
+                raise self.refusal(
+                    f"sandboxes of the layer {layer[:120]!r} (those of: {', '.join(self.layers or ())[:200]})"
+                )
 
     def require_network(self, rules: dict[str, bool]) -> None:
         """Fault permission for rules that allow more than the key's holder may."""
@@ -67,6 +79,23 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.refusal("this sandbox or rollout: it is none of those that the key is for")
 
 
+class ScopedKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A new scoped key. key is told once and kept nowhere; the rest says what it is good for. expires_at: Unix seconds."""
+
+    id: str
+    key: str
+    job: str
+    rollouts: tuple[str, ...] | None
+    may: tuple[Right, ...]
+    network: tuple[str, ...]
+    layers: tuple[str, ...] | None
+    expires_at: float
+    note: str = ""
+
+    def __repr__(self) -> str:  # keys do not belong in logs and tracebacks
+        return f"ScopedKey(id={self.id!r}, job={self.job!r}, expires_at={self.expires_at})"
+
+
 def narrower(held: tuple[str, ...] | None, asked: tuple[str, ...] | None) -> bool:
     """Whether every rollout that `asked` covers is one that `held` covers, as far as their spelling shows: an asked glob is
     one of the held ones, or a plain name that one of them covers."""
@@ -77,15 +106,15 @@ def narrower(held: tuple[str, ...] | None, asked: tuple[str, ...] | None) -> boo
     )
 
 
-def check_globs(globs: Iterable[str]) -> tuple[str, ...]:
+def check_globs(what: str, globs: Iterable[str]) -> tuple[str, ...]:
     """Fault invalid_request for what can be no list of globs."""
     found = tuple(globs)
     if not 1 <= len(found) <= MAX_GLOBS:
-        raise Fault(ErrorKind.INVALID, f"rollouts: {len(found)} globs are not between 1 and {MAX_GLOBS}")
+        raise Fault(ErrorKind.INVALID, f"{what}: {len(found)} globs are not between 1 and {MAX_GLOBS}")
     for glob in found:
         if not 1 <= len(glob) <= MAX_GLOB or not glob.isprintable():
             raise Fault(
-                ErrorKind.INVALID, f"rollouts: {glob[:80]!r} is not 1 to {MAX_GLOB} printable characters",
-                hint="globs of names of rollouts, as agent/*",
+                ErrorKind.INVALID, f"{what}: {glob[:80]!r} is not 1 to {MAX_GLOB} printable characters",
+                hint="globs of names, as agent/*",
             )  # fmt: skip
     return found

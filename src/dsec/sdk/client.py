@@ -18,6 +18,7 @@ from .bursts import Burst
 from .creation import Opening
 from .errors import DSecError, InvalidRequest, NotFound
 from .jobs import Job, JobList, chosen, limits_of
+from .keys import Keys
 from .layers import Layers
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
@@ -50,6 +51,7 @@ class DSecClient:
         self._transport = Transport(url, api_key, project, request_timeout)
         self._clean_ups: set[asyncio.Task[None]] = set()
         self.layers = Layers(self._transport)
+        self.keys = Keys(self._transport)
 
     async def open(self) -> None:
         """Connects and checks the key. ConnectionLost or AuthenticationError say what to do; idempotent."""
