@@ -247,6 +247,7 @@ async def test_info_and_logs_tell_the_truth(sandbox: Sandbox, client: DSecClient
     assert any(line.startswith("network: denied npm") for line in [line async for line in sandbox.logs()])
     assert (await client.capabilities()).mirrors == {
         "pypi": "pypi", "npm": "npm", "registry": "npm", "debian": "apt", "slow": "http", "big": "http", "git.corp": "tunnel",
+        "dsec": "api",
     }  # fmt: skip
 
 
