@@ -48,6 +48,7 @@ class GuardedProtocol(DirectProtocol):
     _heard = 0.0
     _head_since: float | None = None  # headers are awaited since then
     _head_size = 0  # bytes of what came meanwhile, more or less
+    _coming = 0  # bytes of what is being looked at
     _in_body = False  # between a request's headers and its end, be it answered already or not
     _refused = False  # whatever else comes is not looked at
 
@@ -69,6 +70,7 @@ class GuardedProtocol(DirectProtocol):
         self._heard = self.loop.time()
         if self._refused:
             return
+        self._coming = len(data)
         super().data_received(data)
         if self._head_since is not None:
             self._head_size += len(data)
@@ -85,11 +87,15 @@ class GuardedProtocol(DirectProtocol):
     def on_headers_complete(self) -> None:
         self._head_since = None
         self._in_body = True
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD or len(self.headers) > MAX_HEADERS:
+        too_large = self._head_size + self._coming > MAX_HEAD and self._head_bytes() > MAX_HEAD
+        if too_large or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
         elif not self._refused:
             super().on_headers_complete()
+
+    def _head_bytes(self) -> int:
+        """Of what came, how much is this head: a body may have come with it."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:

@@ -183,8 +183,9 @@ class ContainerBackend:
     async def _live_launcher(self) -> LauncherClient:
         """The launcher, once it knows what earlier ones made; LauncherGone when none comes in time."""
         try:
-            async with asyncio.timeout(RESTORE_S):
-                await self._restored.wait()
+            if not self._restored.is_set():
+                async with asyncio.timeout(RESTORE_S):
+                    await self._restored.wait()
         except TimeoutError:
             raise LauncherGone("launcher", f"there has been no launcher for {RESTORE_S:g} s") from None
         assert self.launcher is not None

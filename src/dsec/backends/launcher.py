@@ -122,6 +122,7 @@ class LauncherClient:
         self._next = 1
         self._waiting: dict[int, asyncio.Future[tuple[bytes, list[int]]]] = {}
         self._out: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._full = False  # the launcher reads slower than we ask
         self._closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -225,13 +226,17 @@ class LauncherClient:
             try:
                 socket.send_fds(self._sock, [payload], list(fds)) if fds else self._sock.send(payload)
             except BlockingIOError:
-                self._loop.add_writer(self._sock.fileno(), self._writable)
+                if not self._full:
+                    self._full = True
+                    self._loop.add_writer(self._sock.fileno(), self._writable)
                 return
             except OSError as error:
                 self._lost(str(error))
                 return
             self._out.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        if self._full:
+            self._full = False
+            self._loop.remove_writer(self._sock.fileno())
 
     def _readable(self) -> None:
         for _ in range(64):

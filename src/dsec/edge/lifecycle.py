@@ -184,6 +184,8 @@ class Lifecycle:
     async def _twin(self, key: str, timeout: float) -> Sandbox | None:
         """The running sandbox of this key. One whose creation failed or was abandoned is waited out, so that a request that is
         repeated after a lost connection makes a new one instead of inheriting the loss."""
+        if key not in self._by_key:
+            return None
         try:
             async with asyncio.timeout(timeout):
                 while (twin := self._by_key.get(key)) is not None:

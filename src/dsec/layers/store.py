@@ -53,6 +53,31 @@ class Collected(msgspec.Struct, frozen=True):
     bytes: int = 0
 
 
+Identity = tuple[int, int, int]
+
+
+def _identity_of(status: os.stat_result) -> Identity:
+    """Another for each file that takes a name by rename, as all files of the store do."""
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _identity(path: str) -> Identity | None:
+    try:
+        return _identity_of(os.stat(path))
+    except FileNotFoundError:
+        return None
+
+
+class _Resolved(msgspec.Struct, frozen=True):
+    """What a reference means as long as its tag and its manifest are these files: looked up at each creation, for every layer."""
+
+    files: tuple[tuple[str, Identity], ...]
+    manifest: Manifest
+
+    def holds(self) -> bool:
+        return all(_identity(path) == identity for path, identity in self.files)
+
+
 class LayerStore:
     """The layers below one directory. Several processes may use it at once; reading takes no lock."""
 
@@ -62,7 +87,8 @@ class LayerStore:
         self._manifests = self.root / "manifests"
         self._tags = self.root / "tags"
         self._tmp = self.root / "tmp"
-        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}  # read and checked, with the file's identity
+        self._known: dict[str, tuple[Identity, Manifest]] = {}  # read and checked, with the file's identity
+        self._resolved: dict[str, _Resolved] = {}  # by exact reference
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -72,11 +98,18 @@ class LayerStore:
         `name@version` and `name@sha256:...` are exact; `name` is `name@latest` if that is tagged, else the only version
         there is. Faults: INVALID (no reference, or a bare name of several versions), NOT_FOUND (hint: near matches).
         """
+        known = self._resolved.get(ref)
+        if known is not None and known.holds():
+            return known.manifest
         parsed = parse_ref(ref)
         if parsed.digest is not None:
             return self._by_digest(parsed)
         version = parsed.version or self._only_version(parsed)
-        return self._read_manifest(self._read_tag(parsed.name, version), f"{parsed.name}@{version}")
+        tag = _identity(self._tag_path(parsed.name, version))  # before it is read: one moved meanwhile is read again
+        manifest = self._read_manifest(self._read_tag(parsed.name, version), f"{parsed.name}@{version}")
+        if tag is not None and parsed.version is not None:
+            self._remember(ref, self._tag_path(parsed.name, version), tag, manifest)
+        return manifest
 
     def inspect(self, ref: str) -> Manifest:
         """The manifest that `ref` names (as `resolve`)."""
@@ -243,7 +276,7 @@ class LayerStore:
         path = self._manifest_path(digest)
         try:
             status = path.stat()
-            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            identity = _identity_of(status)
             known = self._known.get(digest)
             if known is not None and known[0] == identity:
                 return known[1]
@@ -258,6 +291,12 @@ class LayerStore:
             self._known.clear()
         self._known[digest] = (identity, manifest)
         return manifest
+
+    def _remember(self, ref: str, path: str, tag: Identity, manifest: Manifest) -> None:
+        if len(self._resolved) >= _KNOWN:
+            self._resolved.clear()
+        files = ((path, tag), (str(self._manifest_path(manifest.digest)), self._known[manifest.digest][0]))
+        self._resolved[ref] = _Resolved(files, manifest)
 
     def _by_digest(self, parsed: Ref) -> Manifest:
         digest = str(parsed.digest)
@@ -327,10 +366,12 @@ class LayerStore:
                 if digest is not None:
                     yield name, version, digest
 
+    def _tag_path(self, name: str, version: str) -> str:
+        return f"{self._tags}/{name}/{version}"
+
     def _tagged_digest(self, name: str, version: str) -> str | None:
         try:
-            # read at each creation, for every layer: pathlib would double what it costs
-            with open(f"{self._tags}/{name}/{version}", encoding="ascii") as file:
+            with open(self._tag_path(name, version), encoding="ascii") as file:
                 return file.read().strip()
         except FileNotFoundError:
             return None

@@ -22,6 +22,7 @@ HEADER = 9
 READ_AT_ONCE = 64 * 1024
 
 _HEAD = struct.Struct("<IBI")
+_unpack_head = _HEAD.unpack_from
 _PREAMBLE = struct.Struct("<8s16sQ")
 
 
@@ -55,6 +56,13 @@ _LIMITS = {
 # Which frames belong to the connection (stream 0) and which to a stream; CREDIT and NOTE may be either.
 _CONNECTION_ONLY = (FrameType.PING, FrameType.PONG)
 _EITHER = (FrameType.CREDIT, FrameType.NOTE)
+# By type as plain numbers, since this is looked at for each frame: least and most bytes, may be on stream 0, on another.
+_RULES = {
+    int(kind): (low, high, kind in _CONNECTION_ONLY or kind in _EITHER, kind not in _CONNECTION_ONLY)
+    for kind, (low, high) in _LIMITS.items()
+}
+_NO_RULE = (1, -1, False, False)
+_DATA = int(FrameType.DATA)
 
 
 class ProtocolError(Exception):
@@ -153,22 +161,23 @@ class FrameReader:
         position, end = 0, len(view)
         needed = HEADER
         while end - position >= HEADER:
-            length, kind, stream = _HEAD.unpack_from(view, position)
-            low, high = _LIMITS.get(kind, (1, -1))
+            length, kind, stream = _unpack_head(view, position)
+            low, high, on_connection, on_stream = _RULES.get(kind, _NO_RULE)
             if not low <= length - 5 <= high:
                 raise ProtocolError(f"frame of type {kind} with length {length}")
-            if kind not in _EITHER and (stream == 0) != (kind in _CONNECTION_ONLY):
+            if not (on_stream if stream else on_connection):
                 raise ProtocolError(f"frame of type {kind} on stream {stream}")
-            if end - position < 4 + length:
+            after = position + 4 + length
+            if end < after:
                 needed = 4 + length
                 break
-            payload = view[position + HEADER : position + 4 + length]
-            if kind == FrameType.DATA and payload[0] > MAX_CHANNEL:
+            payload = view[position + HEADER : after]
+            if kind == _DATA and payload[0] > MAX_CHANNEL:
                 raise ProtocolError(f"DATA on channel {payload[0]}")
             frames.append((kind, stream, payload))
-            position += 4 + length
-        _plausible(view[position:])
+            position = after
         if position < end:
+            _plausible(view[position:])
             self._keep(view[position:], needed)
         return frames
 

@@ -38,6 +38,9 @@ CONNECT_TIMEOUT = 5.0
 BACKLOG_RETRY = 0.005
 MAX_FRAME = DATA_CHUNK - 1  # bytes in one frame of DATA
 
+# As plain numbers: comparing members of an enumeration takes longer than all else that is done for a small frame.
+_OPEN, _DATA, _END, _REPLY, _ERROR, _CREDIT, _CANCEL, _PING, _, _NOTE = map(int, FrameType)
+
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
 _U32 = 4
@@ -295,20 +298,20 @@ class _Connection(asyncio.BufferedProtocol):
 
     def on_frame(self, kind: int, stream: int, view: memoryview) -> None:
         flow = self.flows.get(stream)
-        if kind == FrameType.DATA:
+        if kind == _DATA:
             if flow is None and not self.known(stream):
                 raise ProtocolError(f"DATA on unknown stream {stream}")
             self._on_data(flow, view)
             return
         payload = bytes(view)
-        if kind == FrameType.OPEN:
+        if kind == _OPEN:
             self.on_open(stream, payload)
             return
         if flow is None and stream != 0 and not self.known(stream):
             raise ProtocolError(f"frame of type {kind} on unknown stream {stream}")
-        if kind in (FrameType.REPLY, FrameType.ERROR):
+        if kind in (_REPLY, _ERROR):
             self.on_final(kind, stream, payload)
-        elif kind == FrameType.CREDIT:
+        elif kind == _CREDIT:
             amount = int.from_bytes(payload, "little")
             if stream == 0:
                 self.send_credit += amount
@@ -317,17 +320,17 @@ class _Connection(asyncio.BufferedProtocol):
                 if flow.apart:
                     self._apart -= amount
             self._wake_senders()
-        elif kind == FrameType.NOTE:
+        elif kind == _NOTE:
             self.on_note(flow, payload)
-        elif kind == FrameType.END:
+        elif kind == _END:
             if flow is not None:
                 if flow.peer_ended:
                     raise ProtocolError(f"END twice on stream {stream}")
                 flow.peer_ended = True
                 self.on_end(flow)
-        elif kind == FrameType.CANCEL:
+        elif kind == _CANCEL:
             self.on_cancel(stream)
-        elif kind == FrameType.PING and not self._paused:  # one who does not read does not miss it
+        elif kind == _PING and not self._paused:  # one who does not read does not miss it
             self.write(FrameType.PONG, 0, payload)
 
     def _on_data(self, flow: _Flow | None, payload: memoryview) -> None:
@@ -666,20 +669,30 @@ def _bounded(payload: bytes, what: str) -> bytes:
     return payload
 
 
-async def _connected(path: str) -> socket.socket:
-    """A connected Unix socket; at once, unless the listener's backlog is full."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
+def _at_once(path: str) -> socket.socket | None:
+    """A connected Unix socket; None while the listener's backlog is full."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        while True:
-            try:
-                sock.connect(path)
-                return sock
-            except BlockingIOError:
-                await asyncio.sleep(BACKLOG_RETRY)
+        sock.connect(path)
+    except BlockingIOError:
+        sock.close()
+        return None
     except BaseException:
         sock.close()
         raise
+    return sock
+
+
+async def _connected(path: str) -> socket.socket:
+    while (sock := _at_once(path)) is None:
+        await asyncio.sleep(BACKLOG_RETRY)
+    return sock
+
+
+async def _talking(sock: socket.socket, epoch: int, shared: bool) -> _ClientConnection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_unix_connection(lambda: _ClientConnection(epoch, shared=shared), sock=sock)
+    return connection
 
 
 class LinkClient:
@@ -697,13 +710,12 @@ class LinkClient:
         Without `greet` the first requests travel behind our preamble, and a refusal shows at them. shared: by callers that must
         not hold each other up; what they do not read may then take a stream's credit of memory each.
         """
-        loop = asyncio.get_running_loop()
         try:
+            sock = _at_once(os.fspath(path))
+            if sock is not None and not greet:  # nothing to wait for, so no clock is set
+                return cls(await _talking(sock, epoch, shared))
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                sock = await _connected(os.fspath(path))
-                _, connection = await loop.create_unix_connection(
-                    lambda: _ClientConnection(epoch, shared=shared), sock=sock
-                )
+                connection = await _talking(sock or await _connected(os.fspath(path)), epoch, shared)
                 try:
                     if greet:
                         await connection.ready

@@ -14,6 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import msgspec
 
 _PATIENCE_S = 10.0
+_WATCHER = os.environ.get(
+    "DSEC_STEPS"
+)  # a look into the environment each time would be the larger part of a step's price
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -27,8 +30,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 def step(name: str, sandbox: str) -> AbstractContextManager[None]:
     """Around a durable step: `operation.step`. One that fails has no "after"."""
-    watcher = os.environ.get("DSEC_STEPS")
-    return _watched(watcher, name, sandbox) if watcher else _NOTHING
+    return _watched(_WATCHER, name, sandbox) if _WATCHER else _NOTHING
 
 
 @contextmanager
