@@ -60,6 +60,8 @@ def since(fd: int, summary: Summary) -> Scan | None:
     """What was written after the summary; None when it does not go on from there, or is damaged. OSError."""
     known = Known.of(summary)
     reading = Reading(fd, summary.size, summary.link)
+    if reading.end < summary.size:
+        return None  # it lost something
     if reading.size < reading.end and summary.link not in os.pread(fd, 2 * LINK, summary.size):
         return None  # the first record names another one before it
     for body, place in reading.bodies():

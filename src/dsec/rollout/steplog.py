@@ -19,7 +19,7 @@ from dsec.protocol.specs import DSecContainerRunArgs, Reason
 
 from .commit import Syncer
 from .contents import TEMPORARY, Output, sweep
-from .disk import Descriptors, replace, sync_directory, unwritten
+from .disk import Descriptors, replace, unwritten
 from .inspection import content, content_path
 from .known import Index, Known, Summary
 from .logfile import Broken, LogFile, Place, Window
@@ -180,6 +180,8 @@ class Trajectory:
         Fault outcome_unknown when the log is damaged there; before it, as many as are whole.
         """
         index = self._indexed()
+        if self._known.damaged is not None and start >= self._known.damaged:
+            raise self._damage()
         found: list[StepRecord] = []
         taken = 0
         try:
@@ -191,11 +193,11 @@ class Trajectory:
                     break
                 found.append(step_of(intent, outcome))
         except Broken:
-            self._known.damaged = start + len(found)
+            damage = self._damage(start + len(found))
+            if not found:
+                raise damage from None
         except OSError as error:
             raise self._unreadable(error) from None
-        if not found and self._known.damaged is not None and start >= self._known.damaged:
-            raise self._damage()
         return found
 
     def _end_of_steps(self) -> int:
@@ -277,13 +279,20 @@ class Trajectory:
         return done
 
     async def _durable(self, *directories: Path) -> None:
+        """The log so far, and the names in these directories."""
         try:
-            await asyncio.shield(self._sync(self._file.path))
-            for directory in directories:
-                await asyncio.to_thread(sync_directory, directory)
+            done = self._sync(self._file.path)
+            await asyncio.gather(asyncio.shield(done), *map(self._synced, directories))
         except OSError as error:
             self._broken = True
             raise unwritten(f"the trajectory log of rollout {self.id}", error) from None
+
+    async def _synced(self, path: Path) -> None:
+        """Of a file or directory that is not needed open afterwards. OSError."""
+        try:
+            await asyncio.shield(self._sync(path))
+        finally:
+            self._shelf.files.drop(path)
 
     async def opened(self, epoch_note: str = "") -> int:
         """The next epoch, durable with all that is before it. Of a damaged log it is not recorded: nothing runs there."""
@@ -415,16 +424,9 @@ class Trajectory:
                 blob = output.blob()
                 if output.named(blobs / blob.digest):
                     self._blob_bytes += blob.size
-            await asyncio.to_thread(sync_directory, blobs)
-            await asyncio.to_thread(sync_directory, self._path)
+            await asyncio.gather(self._synced(blobs), self._synced(self._path))
         except OSError as error:
             raise unwritten(f"an output of rollout {self.id}", error) from None
-
-    async def _synced(self, path: Path) -> None:
-        try:
-            await asyncio.shield(self._sync(path))
-        finally:
-            self._shelf.files.drop(path)
 
     async def finished(
         self, reason: Reason | None = None, reward: float | None = None, valid: bool | None = None
