@@ -13,6 +13,8 @@ from dsec import (
     Event,
     ExecResult,
     Exit,
+    JobInfo,
+    JobUsage,
     Limits,
     LogLine,
     Network,
@@ -108,6 +110,33 @@ class FakeSandbox:
         yield LogLine("ended: user", 1_700_000_001.5)
 
 
+class FakeJob:
+    def __init__(self, client: FakeClient, name: str) -> None:
+        self._client, self._name = client, name
+
+    async def info(self) -> JobInfo:
+        for one in self._client.all_jobs:
+            if one.name == self._name:
+                return one
+        raise dsec.NotFound(f"there is no job {self._name!r}")
+
+    async def usage(self) -> JobUsage:
+        return msgspec.structs.replace((await self.info()).usage, cpu_s=9.5)
+
+    async def _done(self, what: str) -> None:
+        await self.info()
+        self._client.did.append(f"{what} {self._name}")
+
+    async def pause(self) -> None:
+        await self._done("pause")
+
+    async def resume(self) -> None:
+        await self._done("resume")
+
+    async def stop(self) -> None:
+        await self._done("stop")
+
+
 class Soon:
     """As the SDK's `Opening`: awaitable."""
 
@@ -128,6 +157,9 @@ class FakeClient:
         self.asked: list[DSecContainerRunArgs] = []
         self.listed: list[tuple[dict[str, str], list[str]]] = []
         self.sandboxes: list[SandboxInfo] = []
+        self.used: list[SandboxInfo] = []
+        """What lists with usage give instead, one after the other."""
+        self.all_jobs: list[JobInfo] = []
         self.events: list[Event | BaseException] = [Stdout(b"hello\n", 0), Exit(result())]
         self.result = result()
         self.refusal: Exception | None = None
@@ -152,11 +184,23 @@ class FakeClient:
         return Soon(self.refusal or FakeSandbox(self, name))
 
     async def list(
-        self, *, labels: Mapping[str, str] | None = None, states: Iterable[State | str] | None = None
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        states: Iterable[State | str] | None = None,
+        job: str | None = None,
+        usage: bool = False,
     ) -> AsyncIterator[SandboxInfo]:
         self.listed.append((dict(labels or {}), [State(state).value for state in states or ()]))
         for one in self.sandboxes:
-            yield one
+            if job in (None, one.job):
+                yield self.used.pop(0) if usage and self.used else one
+
+    async def jobs(self, *, states: Iterable[str] | None = None) -> list[JobInfo]:
+        return [one for one in self.all_jobs if states is None or one.state.value in states]
+
+    def job(self, name: str) -> FakeJob:
+        return FakeJob(self, name)
 
     async def stop_many(self, *, labels: Mapping[str, str]) -> int:
         self.did.append(f"stop labels {dict(labels)}")

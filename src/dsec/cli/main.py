@@ -7,7 +7,22 @@ import sys
 
 import typer
 
-from dsec.cli import bench, copy, demo, doctor, forward, key, layer, network, platform, run, sandboxes, version
+from dsec.cli import (
+    bench,
+    copy,
+    demo,
+    doctor,
+    forward,
+    jobs,
+    key,
+    layer,
+    network,
+    platform,
+    run,
+    sandboxes,
+    top,
+    version,
+)
 from dsec.cli.failure import CliFailure, ExitCode, report
 
 app = typer.Typer(
@@ -18,8 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (platform, doctor, run, sandboxes, network, copy, forward, demo, bench, version):
+for group in (platform, doctor, run, sandboxes, top, network, copy, forward, demo, bench, version):
     group.register(app)
+app.add_typer(jobs.app, name="job")
 app.add_typer(layer.app, name="layer")
 app.add_typer(key.app, name="key")
 

@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
 
 def ps(
     label: options.Labels = None,
+    job: Annotated[str | None, typer.Option("--job", metavar="JOB", help="Those of a job.")] = None,
     state: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(_LIVE + _ENDED)}; repeatable.")] = None,
     all_: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
     json: options.Json = False,
@@ -50,7 +51,7 @@ def ps(
     from dsec.cli.connect import with_client
 
     async def work(client: DSecClient) -> list[SandboxInfo]:
-        listed = [info async for info in client.list(labels=labels or None, states=wanted)]
+        listed = [info async for info in client.list(labels=labels or None, states=wanted, job=job)]
         return await _measured(client, listed)
 
     found = sorted(with_client(work), key=lambda info: info.created_at)

@@ -8,6 +8,7 @@ nothing that could change, only now and then.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 
 from dsec.backends.launcher import LauncherFailed, LauncherUsage
@@ -103,6 +104,7 @@ def usage_of(raw: LauncherUsage) -> Usage:
         disk_bytes=raw.disk,
         oom_kills=raw.oom_kills,
         pids_hits=raw.pids_hits,
+        sampled_at=time.time(),
     )
 
 

@@ -82,7 +82,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 class Usage(msgspec.Struct, frozen=True):
     """What a sandbox uses now. Bytes, seconds of CPU time, counts; swap_bytes, disk_bytes and peaks are -1 where the kernel
-    cannot tell."""
+    cannot tell. sampled_at: when that was, Unix seconds; 0 for what was not asked."""
 
     memory_bytes: int = 0
     memory_peak_bytes: int = -1
@@ -92,6 +92,7 @@ class Usage(msgspec.Struct, frozen=True):
     oom_kills: int = 0
     pids_hits: int = 0
     swap_bytes: int = -1
+    sampled_at: float = 0.0
 
 
 class Network(msgspec.Struct, frozen=True):
