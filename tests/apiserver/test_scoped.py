@@ -54,7 +54,8 @@ ROLLOUTS = {
 OF_A_KEY = {
     "POST /exec", "GET /files", "PUT /files", "DELETE /files", "GET /files/stat", "GET /files/list", "GET /files/watch",
     "POST /files/move", "POST /files/mkdir", "GET /files/archive", "PUT /files/archive", "POST /processes", "GET /processes",
-    "GET /processes/{exec_id}", "POST /processes/{exec_id}/signal", "POST /processes/{exec_id}/resize",
+    "GET /processes/{exec_id}", "POST /processes/{exec_id}/wait",
+    "POST /processes/{exec_id}/signal", "POST /processes/{exec_id}/resize",
     "POST /processes/{exec_id}/stdin", "POST /sessions", "GET /sessions", "DELETE /sessions/{name}",
     "POST /sessions/{name}/interrupt", "GET ", "DELETE ", "POST /pause", "POST /resume", "POST /network", "POST /changes",
     "GET /logs",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,11 +82,15 @@ class Opened(NamedTuple):
         return json.loads(await self.bytes(step, method, path, **asked))
 
     async def shell(self, step: int, line: str, **body: Any) -> Json:
-        """A line of shell as that step, to its end: `ExecReply`."""
+        """A line of shell as that step, to its end: `done`, and both streams as bytes."""
+        out, err = bytearray(), bytearray()
         while True:
-            reply = await self.json(step, "POST", "/exec", json={"command": line, **body})
+            asked = {"command": line, "cursor": len(out) + len(err), **body}
+            reply = await self.json(step, "POST", "/exec", json=asked)
+            out += base64.b64decode(reply["stdout"])
+            err += base64.b64decode(reply["stderr"])
             if reply["done"] is not None:
-                return dict(reply)
+                return {"done": reply["done"], "stdout": bytes(out), "stderr": bytes(err)}
 
     async def now(self) -> Json:
         return dict(await self.raw.json("GET", f"/v1/rollouts/{self.id}"))

@@ -7,11 +7,12 @@ import re
 from typing import Literal, TypeVar
 
 import msgspec
+from blake3 import blake3
 from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
-from dsec.protocol.rollouts import JobInfo, JobLimits, JobName, RolloutInfo
+from dsec.protocol.rollouts import JobInfo, JobLimits, JobName, RolloutInfo, StepRef
 from dsec.protocol.scopes import Right
 from dsec.protocol.specs import Cells, DSecContainerRunArgs, EdgeStatus, ExecSpec, SandboxInfo, SessionSpec, Whole
 
@@ -43,7 +44,8 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     The answer comes when the command ends or after `wait_s` seconds (or some MiB of output) with `done` null: ask again
     with the same exec_id and `cursor` advanced by the bytes received of both streams. An exec_id is made when none is
-    given, so only a caller that sends one may safely repeat a request.
+    given, so only a caller that sends one may safely repeat a request. A step of a rollout (header x-dsec-step) has one of its
+    own, and may be repeated as it is; its output comes with its end, stdout before stderr.
     """
 
     exec_id: str = ""
@@ -51,8 +53,8 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wait_s: float = 25
     cursor: Whole = 0
 
-    def params(self) -> dict[str, object]:
-        """The link's parameters of `exec`; Fault invalid_request for what no edge need see."""
+    def params(self, step: StepRef | None = None) -> dict[str, object]:
+        """The link's parameters of `exec`; Fault invalid_request for what no edge need see. step: of a rollout, that it is."""
         params = msgspec.structs.asdict(self)
         for name in ("command", "wait_s", "cursor"):
             del params[name]
@@ -76,10 +78,22 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             params["line"] = self.command.encode()
         elif self.command:
             params["argv"] = [word.encode() for word in self.command]
-        params["exec_id"] = checked_exec_id(
-            self.exec_id or (new_exec_id() if self.step is None else step_exec_id(self.step))
-        )
+        params["exec_id"] = self._named(step)
+        if step is not None and self.stdin is not None and not self.stdin_digest:
+            params["stdin_digest"] = blake3(self.stdin).hexdigest()
         return params
+
+    def _named(self, step: StepRef | None) -> str:
+        if step is None:
+            return checked_exec_id(self.exec_id or (new_exec_id() if self.step is None else step_exec_id(self.step)))
+        name = step_exec_id(step.step)
+        if self.exec_id not in ("", name):
+            raise Fault(
+                ErrorKind.INVALID,
+                f"exec_id {self.exec_id[:80]!r}: the command of step {step.step} is {name!r}",
+                hint="leave it out",
+            )
+        return name
 
 
 def checked_exec_id(exec_id: str) -> str:

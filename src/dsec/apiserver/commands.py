@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
+from dsec.protocol.rollouts import STEP_HEADER
 from dsec.protocol.specs import ExecDone, ExecReply, ProcessInfo
 
 from .bodies import MAX_WAIT_S, Done, ErrorReply, ExecRequest, ResizeRequest, SignalRequest, Started, checked_exec_id
@@ -83,6 +84,21 @@ async def poll(x: Exchange) -> Response:
     return x.reply(reply, incarnation=incarnation)
 
 
+async def wait(x: Exchange) -> Response:
+    """The end of a detached command as a step of its rollout: `ExecReply`, with `done` null after `wait_s`: ask again.
+
+    The output comes with the end, stdout before stderr; `cursor` counts the bytes of both.
+    """
+    cursor, wait_s = x.number("cursor", 0), x.number("wait_s", 0, high=int(MAX_WAIT_S)) or 0
+    if x.step is None:
+        raise Fault(
+            ErrorKind.INVALID, f"header {STEP_HEADER} is missing", hint="without a rollout, GET the command itself"
+        )
+    link, params, incarnation = await x.target()
+    stream = await link.open("exec.wait", {**params, "exec_id": _exec_id(x), "cursor": cursor})
+    return x.reply(await _gather(stream, wait_s), incarnation=incarnation)
+
+
 async def processes(x: Exchange) -> Response:
     link, params, incarnation = await x.target()
     return x.reply(await link.call("exec.list", params, list[ProcessInfo]), incarnation=incarnation)
@@ -106,11 +122,14 @@ async def stdin(x: Exchange) -> Response:
     """Appends the body to the command's stdin; `close=1` then closes it. Answered when the sandbox holds the bytes.
 
     With `offset` (of this `writer`'s bytes) it may be repeated, and is answered after `wait_s` with what was taken until then.
+    As a step of a rollout it has at most 256 KiB, and may be repeated in any case.
     """
     close, offset, writer = x.flag("close"), x.number("offset"), x.query("writer") or ""
     wait_s = None if offset is None else x.number("wait_s", high=int(MAX_WAIT_S))
     if len(writer) > MAX_WRITER:
         raise Fault(ErrorKind.INVALID, f"writer is longer than {MAX_WRITER} characters")
+    if x.step is not None:
+        return await _stdin_step(x, writer, offset, close=close)
     link, params, incarnation = await x.target()
     params["exec_id"] = _exec_id(x)
     at, pending, whole = offset, bytearray(), True
@@ -133,6 +152,21 @@ async def stdin(x: Exchange) -> Response:
         await link.call("exec.close_stdin", {**params, **end})
         told = Fed(told.accepted if told else 0, open=False)
     return x.reply(told, incarnation=incarnation)
+
+
+async def _stdin_step(x: Exchange, writer: str, offset: int | None, *, close: bool) -> Response:
+    """The same as a step of a rollout: a piece, or the end. Answered when all of it was taken."""
+    data = await x.body(PIECE)
+    if data and close:
+        raise Fault(ErrorKind.INVALID, "a write to stdin and its close are two steps", hint="close with an empty body")
+    link, params, incarnation = await x.target()
+    params["exec_id"] = _exec_id(x)
+    if offset is not None:
+        params |= {"writer": writer, "offset": offset}
+    if close:
+        await link.call("exec.close_stdin", params)
+        return x.reply(Fed(offset or 0, open=False), incarnation=incarnation)
+    return x.reply(await link.call("exec.write", {**params, "data": data}, Fed), incarnation=incarnation)
 
 
 async def follow(x: Exchange, socket: WebSocket) -> None:
@@ -210,7 +244,7 @@ async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
 
 
 def _exec_params(x: Exchange, asked: ExecRequest) -> dict[str, object]:
-    params = {**asked.params(), **x.params()}
+    params = {**asked.params(x.step), **x.params()}
     incarnation = x.asked_incarnation()
     if incarnation is not None:
         params["incarnation"] = incarnation

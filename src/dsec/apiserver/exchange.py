@@ -21,7 +21,7 @@ from dsec.placement.choice import Placement
 from dsec.protocol import scopes
 from dsec.protocol.errors import STATUS, ErrorBody, ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
-from dsec.protocol.rollouts import STEP_HEADER, StepRef, step_ref
+from dsec.protocol.rollouts import STEP_HEADER, RolloutInfo, StepRef, step_ref
 from dsec.protocol.specs import SandboxInfo
 
 from .bodies import ErrorReply, decode_json
@@ -233,9 +233,16 @@ class Exchange:
         params = self.params()
         incarnation = self.asked_incarnation()
         if incarnation is None:
-            incarnation = (await link.call("sandbox.info", params, SandboxInfo)).incarnation
+            incarnation = await self._present(link, params)
         params["incarnation"] = incarnation
         return link, params, incarnation
+
+    async def _present(self, link: EdgeLink, params: dict[str, object]) -> int:
+        """A rollout outlives its sandbox, and knows its incarnation."""
+        if (step := self.step) is None:
+            return (await link.call("sandbox.info", params, SandboxInfo)).incarnation
+        asked = {"request_id": self.request_id, "rollout": step.rollout}
+        return (await link.call("rollout.info", asked, RolloutInfo)).incarnation
 
     def params(self) -> dict[str, object]:
         """What every request to a sandbox says: which one, and which step of its rollout it is, if it is one."""

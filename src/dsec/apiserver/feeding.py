@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import LinkStream
+from dsec.protocol.requests import plain_of
 
 from .fleet import EdgeLink
 
@@ -44,6 +45,7 @@ async def send_ahead(link: EdgeLink, params: dict[str, object]) -> None:
     """Sends line, argv and environment on their own when they are too much for `exec`, whose parameters then say so."""
     line, argv, env = params["line"], params["argv"], params["env"]
     assert isinstance(argv, list | tuple) and isinstance(env, dict)
+    whole: dict[str, object] = {"line": line, "argv": argv, "env": env}
     if isinstance(line, bytes) and len(line) > PIECE:
         ahead, params["line"] = {"line": line}, None
     elif len(argv) > _MANY or sum(map(len, argv)) > PIECE:
@@ -55,6 +57,8 @@ async def send_ahead(link: EdgeLink, params: dict[str, object]) -> None:
         ahead["env"], params["env"] = _terminated("environment variable", variables), {}
     if not ahead:
         return
+    if "step_of" in params:
+        params["ahead"] = {name: _shown(value) for name, value in whole.items() if name in ahead}
     blob = _encode(ahead)
     if len(blob) > MAX_AHEAD:
         raise Fault(
@@ -66,10 +70,17 @@ async def send_ahead(link: EdgeLink, params: dict[str, object]) -> None:
         )
     for offset in range(0, len(blob), PIECE):
         piece = {"data": blob[offset : offset + PIECE], "offset": offset}
-        await link.call("exec.stage", {**_base(params), **piece})
+        await link.call("exec.stage", {**_base(params), **piece, "step_of": params.get("step_of")})
     params["staged"] = len(blob)
     if params["step"] is not None:
         params["ahead_digest"] = blake3(blob).hexdigest()
+
+
+def _shown(value: object) -> object:
+    """For the log of a rollout: as the canonical request has it, or its digest where that is too long."""
+    plain = plain_of(value)
+    text = msgspec.json.encode(plain, order="sorted")
+    return plain if len(text) <= PIECE else {"blake3": blake3(text).hexdigest(), "size": len(text)}
 
 
 def _named(name: str) -> str:

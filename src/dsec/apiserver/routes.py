@@ -122,6 +122,8 @@ OPERATIONS: tuple[Operation, ...] = (
               params=(_CURSOR, Param("wait_s", "integer", "wait for its end at most so many seconds"),
                       Param("wake", "boolean", "resume a paused sandbox (default true); false: wait until somebody does"),
                       Param("output", "boolean", "false: only whether it has ended, at once"))),
+    Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/wait", commands.wait, "Wait for a command's end, as a step of a rollout",
+              response=ExecReply, params=(_CURSOR, Param("wait_s", "integer", "answer after so many seconds in any case"))),
     Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/signal", commands.send_signal, "Signal a command",
               bodies.SignalRequest, bodies.Done),
     Operation("POST", f"{SANDBOX}/processes/{{exec_id}}/resize", commands.resize, "Change the size of a command's terminal",
@@ -211,7 +213,8 @@ SCOPED: dict[Handler | SocketHandler, Right | None] = {
     **dict.fromkeys(
         (
             commands.run, commands.start, commands.processes, commands.poll, commands.send_signal, commands.resize,
-            commands.stdin, commands.follow, files.read, files.write, files.remove, files.stat, files.listing, files.watch,
+            commands.wait, commands.stdin, commands.follow, files.read,
+            files.write, files.remove, files.stat, files.listing, files.watch,
             files.move, files.mkdir, files.archive_read, files.archive_write, sessions.open_, sessions.listing,
             sessions.close, sessions.interrupt, sandboxes.info, sandboxes.stop, sandboxes.pause, sandboxes.resume,
             sandboxes.network, sandboxes.changes, sandboxes.logs, ports.forward, ports.expose, ports.exposed_connection,

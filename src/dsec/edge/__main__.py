@@ -33,6 +33,7 @@ from .journal import Journal
 from .lifecycle import Lifecycle
 from .limits import DiskWatch
 from .network import Networks
+from .recording import Recorder
 from .rollouts import Rollouts
 from .scopes import Guard, Known
 from .service import Service, socket_directory
@@ -86,19 +87,21 @@ class Edge:
             "took over", sandboxes=len(self._lifecycle.live()), launcher_s=round(launched - began, 3),
             recover_s=round(time.monotonic() - launched, 3), python_s=round(began - _process_start(), 3),
         )  # fmt: skip
+        recorder = Recorder(self._lifecycle, self._trajectories)
         service = Service(
             lifecycle=self._lifecycle,
             networks=self._networks,
             rollouts=self._rollouts,
+            recorder=recorder,
             store=self._store,
             runtime=self._runtime,
             version=VERSION,
         )
         service.settle_steps()
         guard = Guard(Known(self._lifecycle, self._rollouts))
-        server = LinkServer(
-            guard.over(service.handlers()), epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error
-        )
+        handlers = guard.over(service.handlers())
+        recorder.settle()
+        server = LinkServer(handlers, epoch=self._lifecycle.epoch, shared=True, on_error=self._on_error)
         await server.listen_unix(self._config.run / "edge.sock")
         self._in_background(self._lifecycle.watch_ttls(), vital=True)
         await service.jobs.go_on()

@@ -65,7 +65,7 @@ class _Done(ExecDone, frozen=True, kw_only=True):
 _EXEC_FIELDS = ("exec_id", "argv", "line", "cwd", "env", "user", "stdin", "stdin_open", "timeout", "idle_timeout",
                 "max_output_bytes", "merge_stderr", "detached", "limits", "session", "pty", "cursor",
                 "follow", "staged")  # fmt: skip
-_OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id", "scope"))
+_OF_THE_EDGE = frozenset(("sandbox", "incarnation", "request_id", "scope", "step_of"))
 _RESENDABLE = frozenset(
     (
         "exec.attach",
@@ -239,8 +239,12 @@ class Relay:
 
 
 def _harmless_twice(method: str, fields: dict[str, object]) -> bool:
-    """A write to stdin that says where it belongs is taken once, however often it comes."""
-    return method in _RESENDABLE or (method == "exec.write" and "offset" in fields)
+    """A write to stdin that says where it belongs is taken once, however often it comes; so is what has an op id."""
+    return (
+        method in _RESENDABLE
+        or (method == "exec.write" and "offset" in fields)
+        or ("op" in fields and method not in _UPLOADS)
+    )
 
 
 async def _has_ended(sandbox: Sandbox) -> bool:

@@ -60,7 +60,8 @@ class _Rules(msgspec.Struct, frozen=True):
 OF_SANDBOXES = frozenset(
     (
         "sandbox.info", "sandbox.stop", "sandbox.pause", "sandbox.resume", "sandbox.network", "sandbox.logs",
-        "sandbox.changes", "exec", "exec.attach", "exec.stage", "exec.poll", "exec.write", "exec.close_stdin", "exec.signal",
+        "sandbox.changes", "exec", "exec.attach", "exec.stage", "exec.poll", "exec.wait", "exec.write", "exec.close_stdin",
+        "exec.signal",
         "exec.resize", "exec.list", "session.open", "session.list", "session.close", "session.interrupt", "port.connect",
         "port.listen", "port.accept", "fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove",
         "fs.tar", "fs.untar", "fs.watch",

@@ -36,6 +36,7 @@ from .journal import Change, Record
 from .lifecycle import Lifecycle
 from .network import Networks
 from .proxy.rules import check_rules
+from .recording import Recorder
 from .relay import Relay, Target
 from .rollouts import Rollouts
 from .sandbox import Sandbox
@@ -120,6 +121,7 @@ class Service:
         lifecycle: Lifecycle,
         networks: Networks,
         rollouts: Rollouts,
+        recorder: Recorder,
         store: LayerStore,
         runtime: Path,
         version: str,
@@ -127,6 +129,7 @@ class Service:
         self._lifecycle = lifecycle
         self._networks = networks
         self._rollouts = rollouts
+        self._recorder = recorder
         self._store = store
         self._runtime = runtime
         self._version = version
@@ -172,7 +175,7 @@ class Service:
         }
         table.update((method, self._relay.plain) for method in (*_FILE_METHODS, *_EXEC_METHODS, *_SESSION_METHODS))
         table.update(self._rollouts.handlers())
-        return table
+        return self._recorder.over(table)
 
     # -- sandboxes --
 

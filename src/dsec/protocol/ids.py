@@ -64,9 +64,17 @@ def new_exec_id() -> str:
     return f"ex-{_random(16, _names.getrandbits)}"
 
 
+_OF_STEP = "step:"
+
+
 def step_exec_id(step: int) -> str:
-    """The command of a step that was given no other name: whoever asks for the step again finds it by this one."""
-    return f"step-{step}"
+    """The command, or operation, that a step of a rollout is: whoever asks for the step again finds it by this one."""
+    return f"{_OF_STEP}{step}"
+
+
+def is_step_exec_id(exec_id: str) -> bool:
+    """Names of this kind are given by steps only."""
+    return exec_id.startswith(_OF_STEP)
 
 
 def new_session_name() -> str:

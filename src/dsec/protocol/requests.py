@@ -22,7 +22,7 @@ LONG = 16 * 1024
 _ATTEMPT = frozenset(
     (
         "request_id", "scope", "sandbox", "incarnation", "cursor", "follow", "wait_s", "staged", "wake", "op", "step_of", "step",
-        "stdin", "stdin_open", "ahead_digest",
+        "stdin", "stdin_open", "ahead", "ahead_digest",
     )
 )  # fmt: skip
 _EXEC_DEFAULTS: dict[str, object] = {
@@ -36,10 +36,14 @@ def canonical(kind: str, params: Mapping[str, object]) -> bytes:
     defaults = _EXEC_DEFAULTS if kind == "exec" else {}
     asked: dict[str, object] = {"kind": kind}
     for name, value in params.items():
-        plain = _plain(value)
-        if name in skipped or plain in (None, "", [], {}) or plain == _plain(defaults.get(name)):
+        if name in skipped:
+            continue
+        plain = plain_of(value)
+        if plain in (None, "", [], {}) or plain == plain_of(defaults.get(name)):
             continue
         asked[name] = plain
+    if isinstance(ahead := params.get("ahead"), Mapping):  # what came before the request, being too long for it
+        asked.update(ahead)
     return msgspec.json.encode(asked, order="sorted")
 
 
@@ -48,7 +52,8 @@ def digest_of(request: bytes) -> str:
     return blake3(request).hexdigest()
 
 
-def _plain(value: object) -> object:
+def plain_of(value: object) -> object:
+    """A value as the canonical form has it."""
     if isinstance(value, bytes | bytearray | memoryview):
         return _text(bytes(value))
     if isinstance(value, str):
@@ -56,11 +61,11 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, msgspec.Struct):
-        return _plain({name: getattr(value, name) for name in value.__struct_fields__})
+        return plain_of({name: getattr(value, name) for name in value.__struct_fields__})
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items() if item is not None}
+        return {str(name): plain_of(item) for name, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_of(item) for item in value]
     return value
 
 

@@ -306,6 +306,8 @@ class Trajectory:
         epoch = self._known.epoch
         await self._durable(*((self._path, self._path.parent) if first else ()))
         self._compact()
+        if self._known.state is not RolloutState.OPEN:
+            self._settle()  # or whoever asks for it next finds the epoch before
         return epoch
 
     async def made(self, sandbox: str, incarnation: int, layers: tuple[str, ...]) -> None:

@@ -75,6 +75,11 @@ class TrajectoryStore:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(root)
 
+    @property
+    def keep(self) -> int:
+        """Bytes of one content that are kept, unless its step says otherwise."""
+        return self._shelf.keep
+
     def load(self) -> None:
         """Finds what is there, and removes what a removal or a creation left. OSError.
 
