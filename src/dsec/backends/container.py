@@ -137,6 +137,14 @@ class LayerMounts:
         for digest, fd in list(self._mounted.items()):
             await launcher.call("layer", _Digest(digest), fds=(fd,))
 
+    async def held(self, manifest: Manifest) -> int:
+        """A descriptor of the layer's mount, the caller's to close."""
+        await self.acquire((manifest,))
+        try:
+            return os.dup(self._mounted[manifest.digest])
+        finally:
+            self.release((manifest,))
+
     def in_use(self) -> set[str]:
         return set(self._users)
 
@@ -297,6 +305,10 @@ class ContainerBackend:
 
     async def thaw(self, sandbox: str) -> None:
         await self._call("thaw", sandbox, Empty)
+
+    async def kill(self, sandbox: str) -> None:
+        """Every process of it but PID 1 is dead when this returns, frozen ones too."""
+        await self._call("kill", sandbox, Empty)
 
     async def reclaim(self, sandbox: str) -> Reclaimed:
         """Lets the memory of a frozen sandbox go; a thaw ends it early."""

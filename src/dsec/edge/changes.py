@@ -31,16 +31,24 @@ class _Record(msgspec.Struct):
     size: int = 0
     target: bytes | None = None
     opaque: bool = False
+    links: int = 1
+    xattrs: bool = False
     data: bytes | None = None
     end: bool = False
     truncated: bool = False
 
 
-async def walk(runtime: Path, upper: int, include: Sequence[str], max_bytes: int) -> AsyncIterator[Change | bool]:
-    """Changes in order of path; the last item is a bool, whether data was left out. Closes `upper`."""
+async def walk(
+    runtime: Path, upper: int, include: Sequence[str], max_bytes: int, contents: Sequence[str] = ()
+) -> AsyncIterator[Change | bool]:
+    """Changes in order of path; the last item is a bool, whether data was left out. Closes `upper`.
+
+    contents: globs of the files whose data is read; () for all. Data that is not asked for is not missing.
+    """
     arguments = ["helper", "walk", "--dir-fd", str(upper), "--data", str(max_bytes)]
-    for pattern in include:
-        arguments += ["--include", pattern]
+    for option, patterns in (("--include", include), ("--contents", contents)):
+        for pattern in patterns:
+            arguments += [option, pattern]
     try:
         process = await asyncio.create_subprocess_exec(
             runtime, *arguments, pass_fds=(upper,), stdin=asyncio.subprocess.DEVNULL,
@@ -103,4 +111,6 @@ def _change(entry: _Record, pieces: list[bytes]) -> Change:
         data=data if complete else None,
         target=entry.target,
         opaque=entry.opaque,
+        links=entry.links,
+        xattrs=entry.xattrs,
     )

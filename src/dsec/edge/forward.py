@@ -15,6 +15,7 @@ from .names import Names
 from .ports import Duplex, Listener
 from .relay import Target
 from .sandbox import Sandbox
+from .sealing import refuse_if_sealed
 
 
 class _Connect(Target, frozen=True):
@@ -72,6 +73,7 @@ class Forward:
         sandbox = await self._reached(call, params)
         if sandbox is None:
             return {}
+        refuse_if_sealed(sandbox, call.method)
         try:
             async with AsyncExitStack() as stack:
                 address = await stack.enter_async_context(self.names.reserved(sandbox, params.name))

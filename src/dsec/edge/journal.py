@@ -83,6 +83,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     args: DSecContainerRunArgs | msgspec.UnsetType = msgspec.UNSET
     hosts: Before | msgspec.UnsetType = msgspec.UNSET
     """A name for a service was written into its /etc/hosts, for the first time."""
+    sealed: bool | msgspec.UnsetType = msgspec.UNSET
+    """Nothing changes it any more."""
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -103,6 +105,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     total_limit: float | None = None
     oom_kills: int = 0
     hosts: Before | None = None
+    sealed: bool = False
     reason: Reason | None = None
     detail: str = ""
     ended_at: float | None = None

@@ -30,6 +30,7 @@ from .membership import Jobs
 from .pause import Pauses
 from .recovery import Revival, boot_id, ended_with_the_node, record_of
 from .sandbox import Sandbox
+from .sealing import Seals
 
 KEEP_ENDED = 10_000
 KEEP_BURSTS = 4_096
@@ -58,6 +59,7 @@ class Lifecycle:
         self.admission = admission
         self.pauses = Pauses(backend, self._record_state)
         self.jobs = Jobs(edge, journal)
+        self.seals = Seals(backend, journal)
         self._live: dict[str, Sandbox] = {}
         self._ended: OrderedDict[str, Sandbox | Record] = OrderedDict()
         self._by_key: dict[str, Sandbox] = {}
@@ -120,6 +122,10 @@ class Lifecycle:
 
     async def resume(self, id: str, incarnation: int | None = None) -> None:
         await self.pauses.resume(self.running(id, incarnation))
+
+    async def seal(self, id: str, incarnation: int | None = None) -> None:
+        """No process but PID 1, no command and no change of files any more; idempotent."""
+        await self.seals.seal(self.running(id, incarnation))
 
     async def _record_state(self, sandbox: Sandbox) -> None:
         """Running or paused. The journal knows of an end by its reason: one that began meanwhile is there already."""

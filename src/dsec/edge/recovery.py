@@ -43,6 +43,7 @@ def record_of(sandbox: Sandbox, boot: str) -> Record:
         oom_kills=sandbox.oom_kills,
         hosts=sandbox.hosts,
         job=sandbox.job,
+        sealed=sandbox.sealed,
     )
 
 
@@ -93,6 +94,7 @@ class Revival:
         sandbox.created_at, sandbox.born_at = record.created_at, record.born
         sandbox.idle_limit, sandbox.total_limit = record.idle_limit, record.total_limit
         sandbox.oom_kills, sandbox.hosts = record.oom_kills, record.hosts
+        sandbox.sealed = record.sealed
         sandbox.state = State.PAUSED if record.state is State.PAUSED else State.RUNNING
         sandbox.born(record.pid, record.start, open_process(record.pid, record.start), socket)
         sandbox.settled.set()

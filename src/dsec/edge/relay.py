@@ -22,6 +22,7 @@ from dsec.protocol.steps import step
 from .lifecycle import Lifecycle
 from .network import Networks
 from .sandbox import Sandbox
+from .sealing import refuse_if_sealed
 from .starts import Starts
 from .stepping import Digests, Stepping
 from .terminals import Terminals
@@ -188,7 +189,9 @@ class Relay:
     ) -> bytes:
         """One request to aether; sent once more when the connection turns out dead before anything came back."""
         for attempt in range(2):
-            stream = await (await sandbox.link()).open(method, fields)
+            link = await sandbox.link()
+            refuse_if_sealed(sandbox, method)
+            stream = await link.open(method, fields)
             passed = 0
             pump = asyncio.create_task(_pump(call, stream)) if upload else None
             try:

@@ -50,6 +50,8 @@ class Sandbox:
         self.detach: Callable[[], Awaitable[None]] | None = None  # what else holds on to it, until it disconnects
         self.services: dict[str, str] = {}  # names inside of the caller's services, and their addresses there
         self.hosts: Before | None = None  # what its /etc/hosts was before the first of them
+        self.sealed = False  # nothing changes it any more
+        self.seal_holds = False  # and nothing of it runs, as this edge has seen
         self.has_terminals = False  # as far as this edge knows
         self.mounting = asyncio.Lock()
         self.idle_limit = args.ttl_running_stop

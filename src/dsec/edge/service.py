@@ -40,10 +40,12 @@ from .recording import Recorder
 from .relay import Relay, Target
 from .rollouts import Rollouts
 from .sandbox import Sandbox
+from .sealing import refuse_if_sealed
 
 MAX_BURST = 100_000
 FRESH_S = 1.0
 """How old the usages may be that a list carries."""
+_BATCH = 32 * 1024  # bytes of records in one frame
 MAX_CHANGES = 256 * 1024 * 1024  # one file's contents are held whole on their way
 _FILE_METHODS = ("fs.stat", "fs.list", "fs.read", "fs.write", "fs.mkdir", "fs.move", "fs.remove", "fs.tar", "fs.untar")
 _EXEC_METHODS = ("exec.stage", "exec.write", "exec.close_stdin", "exec.signal", "exec.resize", "exec.list")
@@ -105,7 +107,15 @@ class _Network(Target, frozen=True, kw_only=True):
 
 class _Changes(Target, frozen=True):
     include: tuple[str, ...] = ()
+    contents: tuple[str, ...] = ()
     max_bytes: int = 64 * 1024 * 1024
+
+
+class _LayerFiles(msgspec.Struct, frozen=True):
+    ref: str
+    include: tuple[str, ...] = ()
+    known: str = ""
+    request_id: str = ""
 
 
 class _LayerRef(msgspec.Struct, frozen=True):
@@ -155,6 +165,7 @@ class Service:
             "sandbox.stop_burst": self.stop_burst,
             "sandbox.pause": self.pause,
             "sandbox.resume": self.resume,
+            "sandbox.seal": self.seal,
             "sandbox.ttl": self.ttl,
             "sandbox.network": self.network,
             "sandbox.logs": self.logs,
@@ -169,6 +180,7 @@ class Service:
             "edge.status": self.status,
             "layers.list": self.layers_list,
             "layers.inspect": self.layers_inspect,
+            "layers.files": self.layers_files,
             "layers.remove": self.layers_remove,
             "layers.tag": self.layers_tag,
             **self.jobs.handlers(),
@@ -252,6 +264,12 @@ class Service:
         await self._lifecycle.resume(params.sandbox, params.incarnation)
         return {}
 
+    async def seal(self, call: Call) -> object:
+        """Answered when nothing but PID 1 runs there."""
+        params = call.params(Target)
+        await self._lifecycle.seal(params.sandbox, params.incarnation)
+        return {}
+
     async def ttl(self, call: Call) -> object:
         params = call.params(_Ttl)
         sandbox = self._lifecycle.running(params.sandbox, params.incarnation)
@@ -266,6 +284,7 @@ class Service:
         params = call.params(_Network)
         check_rules(params.rules)
         sandbox = await self._lifecycle.ready(params.sandbox, params.incarnation)
+        refuse_if_sealed(sandbox, call.method)
         args = msgspec.structs.replace(sandbox.args, network_rules=params.rules)
         await self._lifecycle.set_args(sandbox, args)
         return await self._networks.change(sandbox)
@@ -288,7 +307,8 @@ class Service:
         count, truncated = 0, False
         with sandbox.activity():
             upper = await self._lifecycle.backend.upper(sandbox.id)
-            walked = changes.walk(self._runtime, upper, params.include, params.max_bytes)
+            walked = changes.walk(self._runtime, upper, params.include, params.max_bytes, params.contents)
+            batch = _Batch(call)
             residue = self._networks.residue(sandbox)
             if sandbox.hosts is not None and (etc := sandbox.hosts.directory) is not None:
                 residue.know_directory(b"etc", etc.mode, etc.uid, etc.gid)
@@ -297,7 +317,8 @@ class Service:
                     truncated = item
                 else:
                     count += 1
-                    await call.send(pack_record(item))
+                    await batch.put(item)
+            await batch.out()
         return {"count": count, "truncated": truncated}
 
     def _info(self, found: Sandbox | Record, usage: Usage) -> SandboxInfo:
@@ -351,6 +372,21 @@ class Service:
     async def layers_inspect(self, call: Call) -> object:
         return await asyncio.to_thread(self._store.inspect, call.params(_LayerRef).ref)
 
+    async def layers_files(self, call: Call) -> object:
+        """What is in a layer, as changes without contents; nothing when its digest is the one that is known already."""
+        params = call.params(_LayerFiles)
+        manifest = await asyncio.to_thread(self._store.resolve, params.ref)
+        count = 0
+        if manifest.digest != params.known:
+            mount = await self._lifecycle.backend.mounts.held(manifest)
+            batch = _Batch(call)
+            async for item in changes.walk(self._runtime, mount, params.include, 0):
+                if not isinstance(item, bool):
+                    count += 1
+                    await batch.put(item)
+            await batch.out()
+        return {"digest": manifest.digest, "config": manifest.config, "count": count}
+
     async def layers_remove(self, call: Call) -> object:
         ref = call.params(_LayerRef).ref
         manifest = await asyncio.to_thread(self._store.resolve, ref)
@@ -365,6 +401,24 @@ class Service:
         params = call.params(_LayerRef)
         await asyncio.to_thread(self._store.tag, params.ref, params.name)
         return {}
+
+
+class _Batch:
+    """Records on their way to the caller, many in a frame."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._held = bytearray()
+
+    async def put(self, record: object) -> None:
+        self._held += pack_record(record)
+        if len(self._held) > _BATCH:
+            await self.out()
+
+    async def out(self) -> None:
+        if self._held:
+            held, self._held = bytes(self._held), bytearray()
+            await self._call.send(held)
 
 
 def _matches(labels: dict[str, str], wanted: dict[str, str]) -> bool:

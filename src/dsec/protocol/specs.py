@@ -338,7 +338,10 @@ class ChangeKind(str, Enum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference from the layers. path is relative to /, bytes. digest is blake3 hex of data; data None when over the cap."""
+    """One difference from the layers. path is relative to /, bytes. digest is blake3 hex of data; data None when over the cap.
+
+    links: names that the file has in the sandbox; xattrs: whether it has extended attributes (they are not carried).
+    """
 
     path: bytes
     kind: ChangeKind
@@ -350,6 +353,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes | None = None
     target: bytes | None = None
     opaque: bool = False
+    links: int = 1
+    xattrs: bool = False
 
 
 class ChangeSet(msgspec.Struct, frozen=True):

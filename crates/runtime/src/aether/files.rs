@@ -7,6 +7,7 @@
 use super::conn::{Job, Sink, Step};
 use super::fault::Fault;
 use super::os::{self, check, cstring, Fd, BENEATH, SAFE};
+use super::patch::Patch;
 use super::tar::Tar;
 use super::untar::Untar;
 use super::users::{self, User};
@@ -51,6 +52,7 @@ pub fn request(method: &str, params: Value, birth: &Birth) -> Result<Answer, Fau
         }
         "fs.remove" => remove(&path("path")?, flag("recursive", false), user.clone()),
         "fs.tar" => job(Streamed::new(user.clone(), Tar::open(&path("path")?)?)),
+        "fs.untar" if flag("whiteouts", false) => job(Patch::open(&path("path")?, user.clone())?),
         "fs.untar" => job(Untar::open(&path("path")?, user.clone())?),
         "fs.move" => rename(&path("source")?, &path("target")?, user.clone()),
         _ => Err(Fault::new("unsupported", format!("method {method:?} is not one of aether's"))),

@@ -14,6 +14,7 @@ pub mod fuzzing;
 mod limits;
 mod log;
 mod os;
+mod patch;
 mod ports;
 mod reasons;
 mod spawn;

@@ -1022,6 +1022,87 @@ fn no_archive_writes_outside_its_target() {
     assert!(!target.join("cut").exists() && !target.join("dev").exists());
 }
 
+/// `fs.untar` of a difference.
+fn patch(client: &mut Client, target: &Path, keep: &[&str], archive: &[u8]) -> Result {
+    let record = |path: &&str| {
+        let rest = format!(" DSEC.keep={path}\n");
+        format!("{}{rest}", rest.len() + 2)
+    };
+    let kept: String = keep.iter().map(record).collect();
+    let archive = [entry(b"kept", b'g', b"", kept.as_bytes()), archive.to_vec()].concat();
+    client.upload("fs.untar", path(target).with("whiteouts", yes()), &archive)
+}
+
+#[test]
+fn a_difference_removes_replaces_and_keeps() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let tree = inside.path("tree");
+    let file = |name: &str, text: &str| {
+        std::fs::create_dir_all(tree.join(name).parent().expect("parent")).expect("directory");
+        std::fs::write(tree.join(name), text).expect("file");
+    };
+    for name in ["gone", "gone-tree/a/b", "opaque/old", "opaque/kept/x", "opaque/sub/kept", "was-tree/x", "kept-file"] {
+        file(name, "old");
+    }
+    file("was-file", "old");
+    std::os::unix::fs::symlink("opaque", tree.join("was-link")).expect("link");
+    let archive = [
+        entry(b".wh.gone", b'0', b"", b""),
+        entry(b".wh.never-there", b'0', b"", b""),
+        entry(b"no/such/.wh.directory", b'0', b"", b""),
+        entry(b".wh.gone-tree", b'0', b"", b""),
+        entry(b"opaque/.wh..wh..opq", b'0', b"", b""),
+        entry(b"opaque/new", b'0', b"", b"new"),
+        entry(b"was-tree", b'0', b"", b"a file now"),
+        entry(b"was-file", b'5', b"", b""),
+        entry(b"was-file/x", b'0', b"", b"a directory now"),
+        entry(b"was-link/.wh..wh..opq", b'0', b"", b""),
+        entry(b"was-link", b'5', b"", b""),
+        entry(b"was-link/x", b'0', b"", b"below no link"),
+        entry(b".wh.kept-file", b'0', b"", b""),
+        vec![0; 1024],
+    ]
+    .concat();
+    let keep = ["opaque/kept", "opaque/sub/kept", "kept-file"];
+    patch(&mut client, &tree, &keep, &archive).value();
+    let left = client.shell("cd tree; find . -type f | sort | xargs grep -H .").streams[1].clone();
+    assert_eq!(
+        String::from_utf8_lossy(&left),
+        "./kept-file:old\n./opaque/kept/x:old\n./opaque/new:new\n./opaque/sub/kept:old\n\
+         ./was-file/x:a directory now\n./was-link/x:below no link\n./was-tree:a file now\n"
+    );
+    for (archive, kind) in [
+        (entry(b"kept-file", b'0', b"", b"evil"), "file_exists"),
+        (entry(b"opaque/kept/x", b'0', b"", b"evil"), "file_exists"),
+        (entry(b".wh.", b'0', b"", b""), "file_invalid"),
+        (entry(b".wh...", b'0', b"", b""), "file_invalid"),
+        (entry(b"../.wh.tree", b'0', b"", b""), "file_invalid"),
+    ] {
+        assert_eq!(patch(&mut client, &tree, &keep, &archive).fault().0, kind);
+    }
+    let plain = entry(b".wh.kept-file", b'0', b"", b"an ordinary name");
+    client.upload("fs.untar", path(&tree), &plain).value();
+    assert!(tree.join("kept-file").exists() && tree.join(".wh.kept-file").exists());
+}
+
+#[test]
+fn large_trees_and_many_names_are_removed() {
+    let inside = Inside::start();
+    let mut client = inside.connect(1);
+    let tree = inside.path("tree");
+    std::fs::create_dir_all(tree.join("many")).expect("directory");
+    (0..20_000).for_each(|i| std::fs::write(tree.join(format!("many/{i}")), "").expect("file"));
+    let archive = [entry(b".wh.many", b'0', b"", b""), entry(b"after", b'0', b"", b"x"), vec![0; 1024]].concat();
+    assert_eq!(patch(&mut client, &tree, &[], &archive).number("entries"), 1);
+    assert!(!tree.join("many").exists() && tree.join("after").exists());
+    let whiteouts: Vec<u8> = (0..3000).flat_map(|i| entry(format!("d/.wh.{i}").as_bytes(), b'0', b"", b"")).collect();
+    std::fs::create_dir(tree.join("d")).expect("directory");
+    (0..3001).for_each(|i| std::fs::write(tree.join(format!("d/{i}")), "").expect("file"));
+    patch(&mut client, &tree, &[], &whiteouts).value();
+    assert_eq!(std::fs::read_dir(tree.join("d")).expect("directory").count(), 1);
+}
+
 #[test]
 fn mutated_archives_end_in_errors_at_worst() {
     let inside = Inside::start();

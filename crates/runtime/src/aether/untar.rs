@@ -8,6 +8,7 @@ use super::conn::{Job, Sink, Step};
 use super::fault::Fault;
 use super::files::{Acting, Place};
 use super::os::{self, check, cstring, Fd, BENEATH};
+use super::patch::Patching;
 use super::tar::BLOCK;
 use super::users::User;
 use crate::msgpack::Pack;
@@ -61,15 +62,22 @@ struct Extended {
     mtime: Option<(i64, i64)>,
 }
 
+/// Calls `each` with key and value of the records of a pax head: `length key=value\n`. None: it is malformed, or refused.
+pub fn records(mut records: &[u8], mut each: impl FnMut(&[u8], &[u8]) -> Option<()>) -> Option<()> {
+    while records.first().is_some_and(|b| *b != 0) {
+        let space = records.iter().position(|b| *b == b' ')?;
+        let length: usize = std::str::from_utf8(&records[..space]).ok()?.parse().ok()?;
+        let record = records.get(space + 1..length)?.strip_suffix(b"\n")?;
+        let equals = record.iter().position(|b| *b == b'=')?;
+        each(&record[..equals], &record[equals + 1..])?;
+        records = &records[length..];
+    }
+    Some(())
+}
+
 impl Extended {
-    /// Records of a pax head: `length key=value\n`.
-    fn read(&mut self, mut records: &[u8]) -> Option<()> {
-        while records.first().is_some_and(|b| *b != 0) {
-            let space = records.iter().position(|b| *b == b' ')?;
-            let length: usize = std::str::from_utf8(&records[..space]).ok()?.parse().ok()?;
-            let record = records.get(space + 1..length)?.strip_suffix(b"\n")?;
-            let equals = record.iter().position(|b| *b == b'=')?;
-            let (key, value) = (&record[..equals], &record[equals + 1..]);
+    fn read(&mut self, body: &[u8]) -> Option<()> {
+        records(body, |key, value| {
             match key {
                 b"path" => self.path = Some(value.to_vec()),
                 b"linkpath" => self.link = Some(value.to_vec()),
@@ -78,10 +86,18 @@ impl Extended {
                 _ if key.starts_with(b"GNU.sparse.") => return None,
                 _ => {}
             }
-            records = &records[length..];
-        }
-        Some(())
+            Some(())
+        })
     }
+}
+
+/// What the heads say of one entry.
+pub struct Entry {
+    pub flag: u8,
+    pub name: Vec<u8>,
+    link: Vec<u8>,
+    mode: u32,
+    mtime: (i64, i64),
 }
 
 /// A file being written.
@@ -117,14 +133,48 @@ pub struct Untar {
     parent: Option<(Vec<u8>, Fd)>,
     entries: u64,
     complete: bool,
+    /// The archive is a difference: some of its names say that something is gone.
+    patching: Option<Patching>,
 }
 
 impl Untar {
     pub fn open(path: &CStr, user: User) -> Result<Untar, Fault> {
         let root = Place::directory(path)?;
-        let (held, extended) = (Vec::new(), Extended::default());
-        let state = State::Head;
-        Ok(Untar { user, root, state, held, left: 0, padding: 0, extended, parent: None, entries: 0, complete: false })
+        let (held, extended, state) = (Vec::new(), Extended::default(), State::Head);
+        let (parent, patching) = (None, None);
+        let (left, padding, entries, complete) = (0, 0, 0, false);
+        Ok(Untar { user, root, state, held, left, padding, extended, parent, entries, complete, patching })
+    }
+
+    /// The same for a difference (`patch.rs`).
+    pub fn patch(path: &CStr, user: User, patching: Patching) -> Result<Untar, Fault> {
+        let mut untar = Untar::open(path, user)?;
+        untar.patching = Some(patching);
+        Ok(untar)
+    }
+
+    /// Takes what it can of `bytes`, until something has to be removed first; how many.
+    pub fn feed(&mut self, bytes: &[u8]) -> Result<usize, Fault> {
+        let user = self.user.clone();
+        let _acting = Acting::new(&user)?;
+        let mut taken = 0;
+        while taken < bytes.len() && !self.patching.as_ref().is_some_and(Patching::is_clearing) {
+            taken += self.take(&bytes[taken..])?;
+            self.settle()?;
+        }
+        Ok(taken)
+    }
+
+    /// A piece of a removal, and then the entry that waited for it. False: none is under way.
+    pub fn clear(&mut self) -> Result<bool, Fault> {
+        let user = self.user.clone();
+        let _acting = Acting::new(&user)?;
+        let Some(patching) = self.patching.as_mut().filter(|patching| patching.is_clearing()) else { return Ok(false) };
+        if let Some(entry) = patching.advance()? {
+            self.state = self.make(entry)?;
+        }
+        self.settle()?;
+        Ok(true)
     }
 
     /// Takes some of `bytes`; how many.
@@ -161,12 +211,17 @@ impl Untar {
 
     /// Ends the body that has come whole, padding included.
     fn settle(&mut self) -> Result<(), Fault> {
-        if self.left > 0 || self.padding > 0 || matches!(self.state, State::Head | State::End) {
+        let waits = self.patching.as_ref().is_some_and(Patching::is_clearing);
+        if waits || self.left > 0 || self.padding > 0 || matches!(self.state, State::Head | State::End) {
             return Ok(());
         }
         let body = std::mem::take(&mut self.held);
         match std::mem::replace(&mut self.state, State::Head) {
             State::Meta(b'x') => self.extended.read(&body).ok_or_else(|| malformed("extended head"))?,
+            State::Meta(b'g') => {
+                let kept = self.patching.as_mut().map_or(Some(()), |patching| patching.keep_more(&body));
+                kept.ok_or_else(|| malformed("global head"))?;
+            }
             State::Meta(b'L') => self.extended.path = Some(text(&body).to_vec()),
             State::Meta(b'K') => self.extended.link = Some(text(&body).to_vec()),
             State::File(writing) => finish_file(&writing)?,
@@ -208,15 +263,24 @@ impl Untar {
         let link = extended.link.unwrap_or_else(|| text(&head[157..257]).to_vec());
         let mode = number(&head[100..108]).ok_or_else(|| malformed("mode"))? as u32 & 0o7777;
         let mtime = extended.mtime.or(number(&head[136..148]).map(|n| (n as i64, 0))).unwrap_or((0, 0));
-        self.state = self.make(flag, &name, &link, mode, mtime)?;
+        let flag = if name.ends_with(b"/") && matches!(flag, b'0' | 0) { b'5' } else { flag };
+        self.state = self.make(Entry { flag, name, link, mode, mtime })?;
         self.settle()
     }
 
     /// Makes an entry; the state in which its body is taken.
-    fn make(&mut self, flag: u8, name: &[u8], link: &[u8], mode: u32, mtime: (i64, i64)) -> Result<State, Fault> {
+    fn make(&mut self, entry: Entry) -> Result<State, Fault> {
+        let Some((parent, last)) = split(&entry.name)? else { return Ok(State::Skip) }; // the target itself
+        let entry = match &mut self.patching {
+            None => entry,
+            Some(patching) => match patching.make_way(self.root.0, &parent, &last, entry, &mut self.parent)? {
+                Some(entry) => entry,
+                None => return Ok(State::Skip),
+            },
+        };
+        let Entry { flag, name, link, mode, mtime } = entry;
+        let (name, link) = (&name[..], &link[..]);
         let fault = |errno| Fault::file(errno, name);
-        let flag = if name.ends_with(b"/") && matches!(flag, b'0' | 0) { b'5' } else { flag };
-        let Some((parent, last)) = split(name)? else { return Ok(State::Skip) }; // the target itself
         if !matches!(flag, b'0' | 0 | b'7' | b'1' | b'2' | b'5') {
             return match flag {
                 b'3' | b'4' | b'6' => Ok(State::Skip),
@@ -277,7 +341,7 @@ fn split(name: &[u8]) -> Result<Option<(Vec<u8>, CString)>, Fault> {
 }
 
 /// Opens a directory below another, name by name and through no link.
-fn open_below(root: i32, path: &[u8], make: bool) -> os::Result<Fd> {
+pub fn open_below(root: i32, path: &[u8], make: bool) -> os::Result<Fd> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let mut at = os::open(root, c".", flags, 0, BENEATH)?;
     for part in path.split(|b| *b == b'/').filter(|part| !part.is_empty()) {
@@ -331,15 +395,8 @@ fn finish_file(writing: &Writing) -> Result<(), Fault> {
 }
 
 impl Job for Untar {
-    fn data(&mut self, mut bytes: &[u8]) -> Result<(), Fault> {
-        let user = self.user.clone();
-        let _acting = Acting::new(&user)?;
-        while !bytes.is_empty() {
-            let taken = self.take(bytes)?;
-            bytes = &bytes[taken..];
-            self.settle()?;
-        }
-        Ok(())
+    fn data(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+        self.feed(bytes).map(|_| ())
     }
 
     fn end(&mut self) -> Result<(), Fault> {

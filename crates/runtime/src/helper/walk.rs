@@ -24,6 +24,7 @@ struct Options {
     base: Option<u32>,
     data: u64,
     include: Vec<Glob>,
+    contents: Vec<Glob>,
 }
 
 #[derive(Serialize)]
@@ -38,6 +39,10 @@ struct Entry<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     target: Option<serde_bytes::ByteBuf>,
     opaque: bool,
+    /// Names of the same file.
+    links: u64,
+    /// It has attributes that are not the overlay's.
+    xattrs: bool,
 }
 
 #[derive(Serialize)]
@@ -66,6 +71,7 @@ pub fn main(args: &[String]) -> Result<(), String> {
         base: options.base.unwrap_or(derived),
         left: options.data,
         include: options.include,
+        contents: options.contents,
         path: Vec::new(),
         count: 0,
         truncated: false,
@@ -76,7 +82,7 @@ pub fn main(args: &[String]) -> Result<(), String> {
 }
 
 fn parse(args: &[String]) -> Option<Options> {
-    let mut options = Options { directory: -1, base: None, data: 0, include: Vec::new() };
+    let mut options = Options { directory: -1, base: None, data: 0, include: Vec::new(), contents: Vec::new() };
     for pair in args.chunks(2) {
         let [key, value] = pair else { return None };
         match key.as_str() {
@@ -84,6 +90,7 @@ fn parse(args: &[String]) -> Option<Options> {
             "--idbase" => options.base = Some(value.parse().ok()?),
             "--data" => options.data = value.parse().ok()?,
             "--include" => options.include.push(Glob::new(value)),
+            "--contents" => options.contents.push(Glob::new(value)),
             _ => return None,
         }
     }
@@ -115,6 +122,8 @@ struct Walk<'a> {
     /// Bytes of data that may still be sent.
     left: u64,
     include: Vec<Glob>,
+    /// Whose data is sent; that of all when there is none.
+    contents: Vec<Glob>,
     path: Vec<u8>,
     count: u64,
     truncated: bool,
@@ -156,13 +165,16 @@ impl Walk<'_> {
             libc::S_IFCHR if stat.st_rdev == 0 => "delete",
             _ => "special",
         };
-        self.send(word, &stat, target, false)
+        self.send(word, &stat, target, false, false)
     }
 
     fn subdirectory(&mut self, parent: &OwnedFd, name: &CStr, stat: &libc::stat, depth: usize) -> std::io::Result<()> {
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
         let Ok(directory) = sys::openat(parent.as_raw_fd(), name, flags, 0) else { return Ok(()) };
-        self.send("mkdir", stat, None, is_opaque(&directory))?;
+        self.send("mkdir", stat, None, is_opaque(&directory), has_attributes(&directory))?;
+        if !self.include.is_empty() && !self.include.iter().any(|glob| glob.reaches_below(&self.path)) {
+            return Ok(());
+        }
         if depth >= MAX_DEPTH {
             self.truncated = true;
             return Ok(());
@@ -174,14 +186,18 @@ impl Walk<'_> {
         if !self.wanted("write", false) {
             return Ok(());
         }
-        self.send("write", stat, None, false)?;
+        let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = sys::openat(parent.as_raw_fd(), name, flags, 0);
+        self.send("write", stat, None, false, file.as_ref().is_ok_and(has_attributes))?;
+        if !self.contents.is_empty() && !self.contents.iter().any(|glob| glob.matches(&self.path)) {
+            return Ok(());
+        }
         let size = stat.st_size as u64;
         if size > self.left {
             self.truncated = true;
             return Ok(());
         }
-        let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let Ok(file) = sys::openat(parent.as_raw_fd(), name, flags, 0) else { return Ok(()) };
+        let Ok(file) = file else { return Ok(()) };
         let mut rest = size;
         while rest > 0 {
             let want = self.frame.len().min(rest as usize);
@@ -211,6 +227,7 @@ impl Walk<'_> {
         stat: &libc::stat,
         target: Option<Vec<u8>>,
         opaque: bool,
+        xattrs: bool,
     ) -> std::io::Result<()> {
         if !self.wanted(kind, opaque) {
             return Ok(());
@@ -225,6 +242,8 @@ impl Walk<'_> {
             size: if kind == "write" { stat.st_size as u64 } else { 0 },
             target: target.map(serde_bytes::ByteBuf::from),
             opaque,
+            links: if kind == "write" { stat.st_nlink } else { 1 },
+            xattrs,
         };
         self.count += 1;
         write(&mut self.out, &entry)
@@ -256,6 +275,19 @@ fn is_opaque(directory: &OwnedFd) -> bool {
     let (fd, name) = (directory.as_raw_fd(), c"user.overlay.opaque");
     let n = unsafe { crate::sys!(SYS_fgetxattr, fd, name.as_ptr(), value.as_mut_ptr(), value.len()) };
     n == Ok(1) && value[0] == b'y'
+}
+
+/// Whether a file has extended attributes that are not the overlay's own.
+fn has_attributes(file: &OwnedFd) -> bool {
+    let mut names = [0u8; 4096];
+    match unsafe { crate::sys!(SYS_flistxattr, file.as_raw_fd(), names.as_mut_ptr(), names.len()) } {
+        Ok(n) => {
+            let mut names = names[..n].split(|b| *b == 0).filter(|name| !name.is_empty());
+            names.any(|name| !name.starts_with(b"user.overlay."))
+        }
+        Err(Errno(libc::ERANGE)) => true,
+        Err(_) => false,
+    }
 }
 
 /// The names of a directory, one buffer of the kernel's at a time, each sorted.

@@ -12,6 +12,8 @@ from enum import Enum
 
 import msgspec
 
+from dsec.protocol.grading import Signal as Signal
+
 MAX_LINE = 8 * 1024 * 1024
 MAX_REPORTS = 50_000
 MAX_ID = 4096
@@ -80,13 +82,6 @@ class Report(msgspec.Struct, frozen=True):
     id: str
     outcome: Outcome
     seconds: float = 0.0
-
-
-class Signal(msgspec.Struct, frozen=True):
-    """Something that an honest run does not do, or that a reviewer should see. name: lower case with underscores."""
-
-    name: str
-    detail: str = ""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
