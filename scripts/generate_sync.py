@@ -103,6 +103,8 @@ def signature(function: object) -> tuple[str, str, str]:
             if "AsyncIterable[" in str(parameter.annotation):
                 none = " | None" if str(parameter.annotation).endswith("| None") else ""
                 value = f"{value} if isinstance({value}, bytes | bytearray | memoryview | str{none}) else portal.feed({value})"
+            if str(parameter.annotation).startswith("Sandbox | "):  # what it wraps, or something that wraps nothing
+                value = f"{value}._inner if isinstance({value}, Sandbox) else {value}"
             passed.append(f"{parameter.name}={value}" if star else value)
     return ", ".join(declared), ", ".join(passed), sync_type(found.return_annotation)
 

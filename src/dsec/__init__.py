@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dsec.protocol.errors import ErrorKind as ErrorKind
+    from dsec.protocol.grading import CommandRunner as CommandRunner
+    from dsec.protocol.grading import Dropped as Dropped
+    from dsec.protocol.grading import DropReason as DropReason
+    from dsec.protocol.grading import Evidence as Evidence
+    from dsec.protocol.grading import ExitCode as ExitCode
+    from dsec.protocol.grading import FailedTest as FailedTest
+    from dsec.protocol.grading import GradeReason as GradeReason
+    from dsec.protocol.grading import GradeTimes as GradeTimes
+    from dsec.protocol.grading import JUnit as JUnit
+    from dsec.protocol.grading import PytestRunner as PytestRunner
+    from dsec.protocol.grading import Score as Score
+    from dsec.protocol.grading import Signal as Signal
+    from dsec.protocol.grading import TestSet as TestSet
+    from dsec.protocol.grading import Verdict as Verdict
     from dsec.protocol.mirrors import Mirror as Mirror
     from dsec.protocol.mirrors import MirrorKind as MirrorKind
     from dsec.protocol.mirrors import Mirrors
@@ -92,6 +106,10 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.protocol.errors": ("ErrorKind",),
+    "dsec.protocol.grading": (
+        "CommandRunner", "Dropped", "DropReason", "Evidence", "ExitCode", "FailedTest", "GradeReason", "GradeTimes", "JUnit",
+        "PytestRunner", "Score", "Signal", "TestSet", "Verdict",
+    ),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
     "dsec.protocol.rollouts": ("JobInfo", "JobLimits", "JobState", "JobUsage"),
     "dsec.protocol.scopes": ("ScopedKey",),

@@ -18,6 +18,22 @@ from msgspec import UNSET, UnsetType
 
 import dsec as _async
 from dsec.protocol.errors import ErrorKind
+from dsec.protocol.grading import (
+    CommandRunner,
+    Dropped,
+    DropReason,
+    Evidence,
+    ExitCode,
+    FailedTest,
+    GradeReason,
+    GradeTimes,
+    JUnit,
+    PytestRunner,
+    Score,
+    Signal,
+    TestSet,
+    Verdict,
+)
 from dsec.protocol.mirrors import Mirror, MirrorKind
 from dsec.protocol.rollouts import JobInfo, JobLimits, JobState, JobUsage
 from dsec.protocol.scopes import ScopedKey
@@ -663,6 +679,13 @@ class Sandbox:
         """
         return portal.run(self._inner.changes(include=include, max_bytes=max_bytes))
 
+    def seal(self) -> None:
+        """Ends everything that runs there and refuses every later command and change of files; it can still be read.
+
+        Idempotent, and for good: so its changes stay what they are, whoever grades them.
+        """
+        portal.run(self._inner.seal())
+
     def logs(self) -> Iterator[LogLine]:
         """Lines of its life so far: created, commands, ends. Each is a `str` with its time in `.t`."""
         return portal.iterate(self._inner.logs())
@@ -950,6 +973,47 @@ class DSecClient:
         """Stops every sandbox that carries all of `labels` (at least one); how many there were."""
         return portal.run(self._inner.stop_many(labels=labels))
 
+    def grade(
+        self,
+        args: DSecContainerRunArgs,
+        changes: Sandbox | ChangeSet,
+        *,
+        tests: LayerRef | str,
+        expect: TestSet = TestSet(fail_to_pass=(), pass_to_pass=(), partial=False),
+        runner: PytestRunner | CommandRunner = PytestRunner(
+            paths=(), python="python3", pythonpath=(), arguments=(), env={}, limits=None
+        ),
+        include: Sequence[str] = ("**",),
+        exclude: Sequence[str] = (),
+        workdir: str | None = None,
+        timeout: float = 600,
+        grade_id: str | None = None,
+    ) -> Verdict:
+        """Judges what an agent changed: in a fresh sandbox of `args` with the `tests` layer on top, which nobody else mounts.
+
+        changes: a sandbox is sealed first (it takes no command any more, and can still be read and stopped). Those below workdir
+        (default that of args, else /workspace) count that `include` names and `exclude` does not, but for what could decide the
+        tests' outcome by other means: `verdict.evidence.dropped` tells. expect: the tests that must pass; runner: how they run.
+        timeout in seconds, of the tests. The same grade_id again is the same grade.
+
+        What the code under test can cause is a valid zero with its reason. When the infrastructure failed, `verdict.reward` is
+        None and `verdict.valid` False: such a sample is to be left out. See docs/guide/grading.md.
+        """
+        return portal.run(
+            self._inner.grade(
+                args,
+                changes._inner if isinstance(changes, Sandbox) else changes,
+                tests=tests,
+                expect=expect,
+                runner=runner,
+                include=include,
+                exclude=exclude,
+                workdir=workdir,
+                timeout=timeout,
+                grade_id=grade_id,
+            )
+        )
+
     def capabilities(self) -> Capabilities:
         """What this installation can and cannot do, with a remedy for each no."""
         return portal.run(self._inner.capabilities())
@@ -988,6 +1052,7 @@ __all__ = [
     "ChangeKind",
     "ChangeSet",
     "CommandFailed",
+    "CommandRunner",
     "CommandTimedOut",
     "Conflict",
     "ConnectTimeout",
@@ -998,12 +1063,17 @@ __all__ = [
     "DSecContainerRunArgs",
     "DSecError",
     "Downloaded",
+    "DropReason",
+    "Dropped",
     "ErrorKind",
     "Event",
+    "Evidence",
     "ExecLimits",
     "ExecResult",
     "Exit",
+    "ExitCode",
     "Exposed",
+    "FailedTest",
     "FileChange",
     "FileChangeKind",
     "FileError",
@@ -1011,8 +1081,11 @@ __all__ = [
     "FileKind",
     "Files",
     "Forward",
+    "GradeReason",
+    "GradeTimes",
     "InternalError",
     "InvalidRequest",
+    "JUnit",
     "Job",
     "JobInfo",
     "JobLimits",
@@ -1035,6 +1108,7 @@ __all__ = [
     "Process",
     "ProcessInfo",
     "PtySize",
+    "PytestRunner",
     "QuotaExceeded",
     "Reason",
     "ReplayDivergence",
@@ -1044,14 +1118,18 @@ __all__ = [
     "SandboxInfo",
     "SandboxUnavailable",
     "ScopedKey",
+    "Score",
     "Session",
     "SessionEnded",
     "SessionInfo",
+    "Signal",
     "State",
     "Stderr",
     "Stdout",
+    "TestSet",
     "TooLarge",
     "Unsupported",
     "Usage",
+    "Verdict",
     "embedded",
 ]

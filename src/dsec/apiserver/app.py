@@ -163,6 +163,7 @@ def build(fleet: Fleet, keys: KeyRing, *, version: str) -> ASGIApp:
         try:
             yield
         finally:
+            await services.grades.close()
             await fleet.stop()
 
     router = Starlette(routes=routes, lifespan=lifespan).router

@@ -11,6 +11,7 @@ from blake3 import blake3
 from msgspec import UNSET, UnsetType
 
 from dsec.protocol.errors import ErrorBody, ErrorKind, Fault
+from dsec.protocol.grading import GradeSpec
 from dsec.protocol.ids import new_exec_id, step_exec_id, valid_exec_id
 from dsec.protocol.rollouts import JobInfo, JobLimits, JobName, RolloutInfo, StepRef
 from dsec.protocol.scopes import Right
@@ -260,6 +261,18 @@ class FinishRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: float | None = None
     valid: bool | None = None
     stop: bool = True
+
+
+class GradeRequest(GradeSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GradeSpec`, strictly. grade_id: the same is the same grade; one is made when none is given, so only a caller that sends
+    one may safely repeat a request. The answer comes with the verdict or after `wait_s` seconds with `done` null."""
+
+    args: ContainerArgs = ContainerArgs()
+    grade_id: str = ""
+    wait_s: float = 25
+
+    def spec(self) -> GradeSpec:
+        return GradeSpec(**{name: getattr(self, name) for name in GradeSpec.__struct_fields__})
 
 
 class RolloutList(msgspec.Struct, frozen=True):

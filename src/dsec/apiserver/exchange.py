@@ -26,6 +26,7 @@ from dsec.protocol.specs import SandboxInfo
 
 from .bodies import ErrorReply, decode_json
 from .fleet import EdgeLink, Fleet
+from .grades import Grades
 from .scoped import ScopedFleet
 
 T = TypeVar("T")
@@ -47,16 +48,24 @@ encode = _encoder.encode
 class Services:
     """What every handler may use."""
 
-    def __init__(self, fleet: Fleet, placement: Placement, version: str, keys: KeyRing | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        version: str,
+        keys: KeyRing | None = None,
+        grades: Grades | None = None,
+    ) -> None:
         self.keys = keys
         self.fleet = fleet
         self.placement = placement
         self.version = version
+        self.grades = grades or Grades(fleet, placement)
         self.openapi = b""
 
     def scoped(self, scope: scopes.Scope) -> Services:
         """The same, for one whose every request to an edge says how far it may go."""
-        return Services(ScopedFleet(self.fleet, scope), self.placement, self.version)
+        return Services(ScopedFleet(self.fleet, scope), self.placement, self.version, grades=self.grades)
 
 
 class Exchange:

@@ -18,6 +18,7 @@ Json = dict[str, object]
 _REF = "#/components/schemas/{name}"
 _PLACEHOLDER = re.compile(r"{(\w+)(?::path)?}")
 _PATH_TEXT = {
+    "grade": "grade id, as it was given with the request",
     "id": "sandbox id",
     "exec_id": "id of a command",
     "ref": "name@version or name@sha256:...",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from dsec.protocol.grading import GradeReply
 from dsec.protocol.rollouts import JobInfo, JobUsage, RolloutInfo, StepRecord
 from dsec.protocol.scopes import Right, ScopedKey
 from dsec.protocol.specs import (
@@ -25,7 +26,7 @@ from dsec.protocol.specs import (
     SessionInfo,
 )
 
-from . import bodies, commands, files, jobs, keys, platform, ports, rollouts, sandboxes, sessions
+from . import bodies, commands, files, grade, jobs, keys, platform, ports, rollouts, sandboxes, sessions
 from .exchange import BYTES, JSON, NDJSON, Exchange
 from .feeding import Fed
 
@@ -173,6 +174,11 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", f"{JOB}/usage", jobs.usage, "What its sandboxes use and have used", response=JobUsage),
     Operation("POST", "/v1/keys", keys.create, "Make a scoped key for rollouts of a job; it is told once", bodies.KeyRequest,
               ScopedKey, status=201),
+    Operation("POST", "/v1/grade", grade.grade, "Grade an agent's changes in a fresh sandbox", bodies.GradeRequest, GradeReply),
+    Operation("GET", "/v1/grade/{grade}", grade.found, "The verdict of a grade that was asked for", response=GradeReply,
+              params=(Param("wait_s", "integer", "wait for it at most so many seconds"),)),
+    Operation("POST", f"{SANDBOX}/seal", sandboxes.seal, "End every process but the first, refuse all change; idempotent",
+              response=bodies.Done),
     Operation("GET", "/v1/layers", platform.layers, "Layers in the store", response=list[LayerRef]),
     Operation("GET", "/v1/layers/{ref:path}", platform.layer, "One layer's manifest", response=JSON),
     Operation("GET", "/v1/capabilities", platform.capabilities, "What this installation can do", response=Capabilities),

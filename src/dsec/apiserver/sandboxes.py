@@ -138,6 +138,13 @@ async def resume(x: Exchange) -> Response:
     return x.reply(Done(), incarnation=incarnation)
 
 
+async def seal(x: Exchange) -> Response:
+    """Answered when nothing of it runs any more that could change what is there."""
+    link, params, incarnation = await x.target()
+    await link.call("sandbox.seal", params)
+    return x.reply(Done(), incarnation=incarnation)
+
+
 async def ttl(x: Exchange) -> Response:
     asked = await x.json(TtlRequest)
     link, params, incarnation = await x.target()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from dsec.protocol.grading import CommandRunner, GradeSource, GradeSpec, PytestRunner, TestSet, Verdict
 from dsec.protocol.ids import edge_of
 from dsec.protocol.rollouts import JobInfo, JobState
-from dsec.protocol.specs import Capabilities, Created, DSecContainerRunArgs, SandboxInfo, State
+from dsec.protocol.specs import Capabilities, ChangeSet, Created, DSecContainerRunArgs, LayerRef, SandboxInfo, State
 
+from . import grading
 from .bursts import Burst
 from .creation import Opening
 from .errors import DSecError, InvalidRequest, NotFound
@@ -156,6 +158,43 @@ class DSecClient:
         """Stops every sandbox that carries all of `labels` (at least one); how many there were."""
         body = encode({"labels": dict(labels)})
         return (await self._transport.call("POST", "/v1/sandboxes/stop", _Count, body=body)).count
+
+    async def grade(
+        self,
+        args: DSecContainerRunArgs,
+        changes: Sandbox | ChangeSet,
+        *,
+        tests: LayerRef | str,
+        expect: TestSet = TestSet(),
+        runner: PytestRunner | CommandRunner = PytestRunner(),
+        include: Sequence[str] = ("**",),
+        exclude: Sequence[str] = (),
+        workdir: str | None = None,
+        timeout: float = 600,
+        grade_id: str | None = None,
+    ) -> Verdict:
+        """Judges what an agent changed: in a fresh sandbox of `args` with the `tests` layer on top, which nobody else mounts.
+
+        changes: a sandbox is sealed first (it takes no command any more, and can still be read and stopped). Those below workdir
+        (default that of args, else /workspace) count that `include` names and `exclude` does not, but for what could decide the
+        tests' outcome by other means: `verdict.evidence.dropped` tells. expect: the tests that must pass; runner: how they run.
+        timeout in seconds, of the tests. The same grade_id again is the same grade.
+
+        What the code under test can cause is a valid zero with its reason. When the infrastructure failed, `verdict.reward` is
+        None and `verdict.valid` False: such a sample is to be left out. See docs/guide/grading.md.
+        """
+        spec = GradeSpec(
+            args=args,
+            source=GradeSource(changes=changes) if isinstance(changes, ChangeSet) else changes._source(),
+            tests=grading.layer(tests),
+            expect=expect,
+            runner=runner,
+            include=tuple(include),
+            exclude=tuple(exclude),
+            workdir=workdir,
+            timeout=timeout,
+        )
+        return await grading.grade(self._transport, spec, grade_id)
 
     async def capabilities(self) -> Capabilities:
         """What this installation can and cannot do, with a remedy for each no."""

@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from dsec.protocol.grading import GradeSource
 from dsec.protocol.ids import new_session_name
 from dsec.protocol.specs import (
     Change,
@@ -311,6 +312,16 @@ class Sandbox:
                     return ChangeSet(tuple(found), decode(line, _End).end.truncated)
                 found.append(decode(line, Change))
         raise cut(EOFError("no end of the list"), self._target)
+
+    async def seal(self) -> None:
+        """Ends everything that runs there and refuses every later command and change of files; it can still be read.
+
+        Idempotent, and for good: so its changes stay what they are, whoever grades them.
+        """
+        await self._transport.request("POST", f"{self._path}/seal", target=self._target)
+
+    def _source(self) -> GradeSource:
+        return GradeSource(sandbox=self.id, incarnation=self.incarnation)
 
     async def logs(self) -> AsyncIterator[LogLine]:
         """Lines of its life so far: created, commands, ends. Each is a `str` with its time in `.t`."""

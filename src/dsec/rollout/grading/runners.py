@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from functools import cache
-from importlib import resources
 
 import msgspec
 
@@ -132,12 +130,6 @@ async def run(bench: Bench, spec: GradeSpec) -> Ran:
 
 
 # -- pytest ------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def supervisor() -> bytes:
-    """The program that runs pytest inside."""
-    return resources.files("dsec.rollout.grading.runner").joinpath("supervisor.py").read_bytes()
 
 
 def test_files(expect: TestSet) -> tuple[str, ...]:

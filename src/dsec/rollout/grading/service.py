@@ -7,6 +7,7 @@ our side is tried again in another fresh sandbox, a bounded number of times, and
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -259,7 +260,9 @@ class Grader:
                     await stream.send(bytes(held))
                     held.clear()
         if supervised:
-            for piece in writer.file(runners.RUNNER.encode(), runners.supervisor(), 0o700):
+            for piece in writer.file(
+                runners.RUNNER.encode(), pkgutil.resolve_name("dsec.rollout.grading.runner:source")(), 0o700
+            ):
                 held += piece
         await stream.send(bytes(held + END))
         await stream.end()
