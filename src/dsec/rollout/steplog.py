@@ -56,8 +56,11 @@ class Trajectory:
     def __init__(self, shelf: Shelf, path: Path, known: Known, file: LogFile, blob_bytes: int = 0) -> None:
         """Use `begin`, `found` or `again`."""
         self._shelf, self._path, self._known, self._file = shelf, path, known, file
+        self._blobs = path / "blobs"
         self._blob_bytes = blob_bytes
         self._index: Index | None = None
+        self._asked: dict[int, Intent] = {}
+        """Of the steps that began here and have no outcome yet."""
         self._recording: dict[int, _Recording] = {}
         self._summarized = -1
         self._broken = self._gone = False
@@ -248,7 +251,7 @@ class Trajectory:
         elif scan.size < scan.end:
             os.ftruncate(self._file.fd(), scan.size)
         if scan.contents is not None:
-            self._blob_bytes = sweep(self._path / "blobs", None if scan.known.damaged is not None else scan.contents)
+            self._blob_bytes = sweep(self._blobs, None if scan.known.damaged is not None else scan.contents)
 
     # -- writing --
 
@@ -335,11 +338,12 @@ class Trajectory:
             )
         body = intent_of(record)
         index.apply(body, self._append(body))
+        self._asked[body.step] = body
 
     def output(self, keep: int | None = None) -> Output:
         """Collects a content for `outcome`; keep: bytes of it that are kept at most, instead of the store's."""
         self._indexed()
-        return Output(self._path / "blobs", self._shelf.inline, self._shelf.keep if keep is None else keep)
+        return Output(self._blobs, self._shelf.inline, self._shelf.keep if keep is None else keep)
 
     async def outcome(
         self,
@@ -359,6 +363,7 @@ class Trajectory:
         if not 0 <= step < self._known.steps:
             raise Fault(ErrorKind.CONFLICT, f"step {step} of rollout {self.id} never began", rollout=self.id, step=step)
         await self._keep([*outputs.values(), *inputs.values()])
+        self._writable()
         if step not in self._known.unknown:
             return self._recorded_step(step)
         recording = self._recording.get(step)
@@ -379,12 +384,7 @@ class Trajectory:
         return recording.record
 
     def _record(self, body: Outcome) -> _Recording:
-        index = self._writable()
-        try:
-            intent = self._file.window().body(index.intents[body.step])
-        except (Broken, OSError):
-            raise self._damage(body.step) from None
-        assert isinstance(intent, Intent)
+        intent = self._intent(body.step)
         place = self._append(body)
         try:
             done = self._sync(self._file.path)
@@ -395,12 +395,24 @@ class Trajectory:
         done.add_done_callback(partial(self._recorded, recording))
         return recording
 
+    def _intent(self, step: int) -> Intent:
+        if (asked := self._asked.get(step)) is not None:
+            return asked
+        index = self._writable()
+        try:
+            return _record(self._file.window(), index, step)[0]
+        except Broken:
+            raise self._damage(step) from None
+        except OSError as error:
+            raise self._unreadable(error) from None
+
     def _recorded(self, recording: _Recording, done: asyncio.Future[None]) -> None:
         """From here on it is told to whoever asks."""
         del self._recording[recording.body.step]
         if done.cancelled() or done.exception() is not None:
             self._broken = True
             return
+        self._asked.pop(recording.body.step, None)
         self._known.apply(recording.body, recording.place.length)
         if self._index is not None:
             self._index.apply(recording.body, recording.place)
@@ -419,14 +431,13 @@ class Trajectory:
         spilled = [output for output in outputs if output.path is not None and output.path.name.startswith(TEMPORARY)]
         if not spilled:
             return
-        blobs = self._path / "blobs"
         try:
             await asyncio.gather(*(self._synced(output.path) for output in spilled if output.path is not None))
             for output in spilled:
                 blob = output.blob()
-                if output.named(blobs / blob.digest):
+                if output.named(self._blobs / blob.digest):
                     self._blob_bytes += blob.size
-            await asyncio.gather(self._synced(blobs), self._synced(self._path))
+            await asyncio.gather(self._synced(self._blobs), self._synced(self._path))
         except OSError as error:
             raise unwritten(f"an output of rollout {self.id}", error) from None
 
