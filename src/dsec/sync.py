@@ -981,7 +981,7 @@ class DSecClient:
         tests: LayerRef | str,
         expect: TestSet = TestSet(fail_to_pass=(), pass_to_pass=(), partial=False),
         runner: PytestRunner | CommandRunner = PytestRunner(
-            paths=(), python="python3", pythonpath=(), arguments=(), env={}, limits=None
+            paths=(), python="python3", pythonpath=(), arguments=(), env={}, limits=None, allow=()
         ),
         include: Sequence[str] = ("**",),
         exclude: Sequence[str] = (),

@@ -42,7 +42,8 @@ class PytestRunner(
 
     paths: what pytest collects, relative to the workdir; left out, the files that the expected ids name. python: the interpreter
     that has pytest, by name or path. pythonpath: directories for sys.path, relative to the workdir. arguments: more for pytest.
-    limits: of each process of the tests.
+    limits: of each process of the tests. allow: names of things that the task's own source must do although they look like an
+    attack on the tests (docs/security.md).
     """
 
     paths: tuple[str, ...] = ()
@@ -51,6 +52,7 @@ class PytestRunner(
     arguments: tuple[str, ...] = ()
     env: dict[str, str] = {}
     limits: ExecLimits | None = None
+    allow: tuple[str, ...] = ()
 
 
 class ExitCode(msgspec.Struct, frozen=True, tag_field="by", tag="exit_code", forbid_unknown_fields=True):

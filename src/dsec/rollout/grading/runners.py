@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 
 import msgspec
@@ -56,10 +58,13 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench:
-    """A grading sandbox with everything in place. workdir is absolute."""
+    """A grading sandbox with everything in place. workdir is absolute; changed: files of the agent's below it."""
 
-    def __init__(self, link: Link, sandbox: str, workdir: str, request_id: str) -> None:
+    def __init__(
+        self, link: Link, sandbox: str, workdir: str, request_id: str, changed: tuple[bytes, ...] = ()
+    ) -> None:
         self._link = link
+        self.changed = changed
         self._target = {"sandbox": sandbox, "request_id": request_id}
         self.workdir = workdir
 
@@ -117,7 +122,8 @@ class Bench:
         return path if path.startswith("/") else f"{self.workdir}/{path}" if path else self.workdir
 
 
-async def run(bench: Bench, spec: GradeSpec) -> Ran:
+async def run_tests(bench: Bench, spec: GradeSpec) -> Ran:
+    """By the runner that the grade asks for."""
     if isinstance(spec.runner, PytestRunner):
         return await _pytest(bench, spec, spec.runner)
     match spec.runner.verdict:
@@ -150,11 +156,14 @@ async def _pytest(bench: Bench, spec: GradeSpec, runner: PytestRunner) -> Ran:
         timeout=spec.timeout,
         limits=_limits(runner),
         tail_bytes=TAIL,
+        changed=tuple(map(os.fsdecode, bench.changed)),
+        allow=runner.allow,
     )
+    told = json.dumps(msgspec.to_builtins(job)).encode()  # names that are no UTF-8 come through as lone surrogates
     argv = (*_TO_STDOUT, runner.python, "-I", "-S", f"/{RUNNER}")
     done, out, err = await bench.run(
         argv,
-        msgspec.json.encode(job),
+        told,
         user=_ROOT,
         cwd=b"/",
         timeout=spec.timeout + _GRACE_S,
@@ -173,9 +182,9 @@ async def _pytest(bench: Bench, spec: GradeSpec, runner: PytestRunner) -> Ran:
             output=_text(err),
             output_bytes=done.stderr_bytes,
         )
-    told = Run(status=seen.status, timed_out=seen.timed_out, timeout=spec.timeout, usage=usage, met=done.reason or "")
+    run = Run(status=seen.status, timed_out=seen.timed_out, timeout=spec.timeout, usage=usage, met=done.reason or "")
     return Ran(
-        judged=verdict.of_observation(spec.expect, seen, told),
+        judged=verdict.of_observation(spec.expect, seen, run),
         signals=verdict.signals_of(seen),
         status=seen.status,
         output=seen.tail[-TAIL:],

@@ -7,7 +7,6 @@ our side is tried again in another fresh sandbox, a bounded number of times, and
 from __future__ import annotations
 
 import asyncio
-import pkgutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -20,7 +19,7 @@ from dsec.protocol.grading import Evidence, GradeReason, GradeSpec, GradeTimes, 
 from dsec.protocol.link import Data, LinkStream, RecordReader
 from dsec.protocol.specs import Change, Created, DSecContainerRunArgs
 
-from . import runners
+from . import runner, runners
 from .ground import Ground, Link, Surveyor
 from .patch import END, PatchWriter
 from .runners import Bench, Ran
@@ -171,7 +170,8 @@ class Grader:
             progress.spent(create_s=ready - began, apply_s=applied - ready)
             if unfit is not None:
                 return unfit
-            bench = Bench(grader, created.id, workdir_of(spec), grade_id)
+            written = sift.result().written
+            bench = Bench(grader, created.id, workdir_of(spec), grade_id, written)
             ran = await self._run(bench, spec)
             progress.spent(run_s=self._clock() - applied)
             return ran
@@ -260,9 +260,7 @@ class Grader:
                     await stream.send(bytes(held))
                     held.clear()
         if supervised:
-            for piece in writer.file(
-                runners.RUNNER.encode(), pkgutil.resolve_name("dsec.rollout.grading.runner:source")(), 0o700
-            ):
+            for piece in writer.file(runners.RUNNER.encode(), runner.source(), 0o700):
                 held += piece
         await stream.send(bytes(held + END))
         await stream.end()
@@ -270,7 +268,7 @@ class Grader:
     async def _run(self, bench: Bench, spec: GradeSpec) -> Ran:
         try:
             async with asyncio.timeout(spec.timeout + _MARGIN_S / 2):
-                return await runners.run(bench, spec)
+                return await runners.run_tests(bench, spec)
         except TimeoutError:
             raise _Lost(
                 GradeReason.GRADING_LOST, "the grading sandbox gave no answer long after its deadline"

@@ -26,7 +26,8 @@ _RESERVED = b".wh."
 
 
 class Sifted(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of all changes. too_large: why they cannot be graded, "" when they can. digest: blake3 of what is kept."""
+    """What became of all changes. too_large: why they cannot be graded, "" when they can. digest: blake3 of what is kept.
+    written: files that are kept, below the workdir."""
 
     kept: int = 0
     kept_bytes: int = 0
@@ -35,6 +36,7 @@ class Sifted(msgspec.Struct, frozen=True, kw_only=True):
     dropped_total: int = 0
     signals: tuple[Signal, ...] = ()
     too_large: str = ""
+    written: tuple[bytes, ...] = ()
 
 
 class Sift:
@@ -51,6 +53,7 @@ class Sift:
         self._noted: dict[str, tuple[str, int]] = {}  # signal -> its first example, how many
         self._alike: dict[str, bytes] = {}
         self._too_large = ""
+        self._written: list[bytes] = []
 
     def take(self, change: Change) -> Change | None:
         """The change as it is to be applied; None when it does not count."""
@@ -74,6 +77,7 @@ class Sift:
             dropped_total=self._dropped,
             signals=tuple(Signal(name, _and_more(*noted)) for name, noted in sorted(self._noted.items())),
             too_large=self._too_large,
+            written=tuple(self._written),
         )
 
     # -- judging --
@@ -159,6 +163,8 @@ class Sift:
             opaque=change.opaque,
         )
         self._digests.append(_digest(kept))
+        if change.kind is ChangeKind.WRITE:
+            self._written.append(self._inside(path) or path)
         return kept
 
     def _look_at(self, path: bytes, change: Change) -> None:
