@@ -6,6 +6,7 @@ import errno
 import os
 from collections import Counter, OrderedDict
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from dsec.protocol.errors import ErrorKind, Fault
@@ -34,10 +35,14 @@ class Descriptors:
             return fd
         fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         self._open[path] = fd
-        for old in list(self._open)[: max(0, len(self._open) - self._most)]:
-            if not self._pins[self._open[old]]:
-                os.close(self._open.pop(old))
+        if len(self._open) > self._most:
+            self._close_oldest(path)
         return fd
+
+    def _close_oldest(self, but: Path) -> None:
+        unpinned = (path for path, fd in self._open.items() if fd not in self._pins and path is not but)
+        for path in list(islice(unpinned, len(self._open) - self._most)):
+            os.close(self._open.pop(path))
 
     def pin(self, fd: int) -> None:
         """Until the matching `unpin` it is not closed."""
@@ -54,7 +59,7 @@ class Descriptors:
     def drop(self, path: Path) -> None:
         """The path is another file from now on, or none."""
         fd = self._open.pop(path, None)
-        if fd is not None and self._pins[fd]:
+        if fd is not None and fd in self._pins:
             self._unwanted.add(fd)
         elif fd is not None:
             os.close(fd)

@@ -174,7 +174,11 @@ class Trajectory:
 
         Fault outcome_unknown when the log is damaged there.
         """
-        found = self.read(number, 1, 0) if number >= 0 else []
+        if self._gone:
+            raise self._not_there()
+        if number < 0 or (self._known.damaged is None and number >= self._known.steps):
+            return None
+        found = self.read(number, 1, 0)
         return found[0] if found else None
 
     def read(self, start: int, limit: int, max_bytes: int) -> list[StepRecord]:
