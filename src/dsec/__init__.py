@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dsec.protocol.compare import Comparison as Comparison
+    from dsec.protocol.compare import Difference as Difference
     from dsec.protocol.errors import ErrorKind as ErrorKind
     from dsec.protocol.grading import CommandRunner as CommandRunner
     from dsec.protocol.grading import Dropped as Dropped
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
     from dsec.protocol.mirrors import Mirror as Mirror
     from dsec.protocol.mirrors import MirrorKind as MirrorKind
     from dsec.protocol.mirrors import Mirrors
+    from dsec.protocol.rollouts import Blob as Blob
     from dsec.protocol.rollouts import JobInfo as JobInfo
     from dsec.protocol.rollouts import JobLimits as JobLimits
     from dsec.protocol.rollouts import JobState as JobState
     from dsec.protocol.rollouts import JobUsage as JobUsage
+    from dsec.protocol.rollouts import RolloutInfo as RolloutInfo
+    from dsec.protocol.rollouts import RolloutState as RolloutState
+    from dsec.protocol.rollouts import StepRecord as StepRecord
     from dsec.protocol.scopes import ScopedKey as ScopedKey
     from dsec.protocol.specs import Capabilities as Capabilities
     from dsec.protocol.specs import Capability as Capability
@@ -101,18 +107,28 @@ if TYPE_CHECKING:
     from dsec.sdk.results import LogLine as LogLine
     from dsec.sdk.results import Stderr as Stderr
     from dsec.sdk.results import Stdout as Stdout
+    from dsec.sdk.rollout import Rollout as Rollout
+    from dsec.sdk.rollout import RolloutOpening as RolloutOpening
+    from dsec.sdk.rollout_files import RolloutFiles as RolloutFiles
+    from dsec.sdk.rollout_process import RolloutProcess as RolloutProcess
+    from dsec.sdk.rollout_process import RolloutSession as RolloutSession
+    from dsec.sdk.rollouts import Exported as Exported
+    from dsec.sdk.rollouts import Rollouts as Rollouts
     from dsec.sdk.sandbox import Sandbox as Sandbox
     from dsec.sdk.session import Session as Session
 
 _HOMES: dict[str, tuple[str, ...]] = {
+    "dsec.protocol.compare": ("Comparison", "Difference"),
     "dsec.protocol.errors": ("ErrorKind",),
     "dsec.protocol.grading": (
         "CommandRunner", "Dropped", "DropReason", "Evidence", "ExitCode", "FailedTest", "GradeReason", "GradeTimes", "JUnit",
         "PytestRunner", "Score", "Signal", "TestSet", "Verdict",
     ),
     "dsec.protocol.mirrors": ("Mirror", "MirrorKind"),
-    "dsec.protocol.rollouts": ("JobInfo", "JobLimits", "JobState", "JobUsage"),
     "dsec.protocol.scopes": ("ScopedKey",),
+    "dsec.protocol.rollouts": (
+        "Blob", "JobInfo", "JobLimits", "JobState", "JobUsage", "RolloutInfo", "RolloutState", "StepRecord",
+    ),
     "dsec.protocol.specs": (
         "Capabilities", "Capability", "Change", "ChangeKind", "ChangeSet", "DSecContainerRunArgs", "ExecLimits", "FileChange",
         "FileChangeKind", "FileInfo", "FileKind",
@@ -134,6 +150,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dsec.sdk.ports": ("Exposed", "Forward", "LocalUrl"),
     "dsec.sdk.process": ("Process",),
     "dsec.sdk.results": ("Event", "ExecResult", "Exit", "LogLine", "Stderr", "Stdout"),
+    "dsec.sdk.rollout": ("Rollout", "RolloutOpening"),
+    "dsec.sdk.rollout_files": ("RolloutFiles",),
+    "dsec.sdk.rollout_process": ("RolloutProcess", "RolloutSession"),
+    "dsec.sdk.rollouts": ("Exported", "Rollouts"),
     "dsec.sdk.sandbox": ("Sandbox",),
     "dsec.sdk.session": ("Session",),
 }  # fmt: skip

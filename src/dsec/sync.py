@@ -17,6 +17,7 @@ from typing import Self
 from msgspec import UNSET, UnsetType
 
 import dsec as _async
+from dsec.protocol.compare import Comparison, Difference
 from dsec.protocol.errors import ErrorKind
 from dsec.protocol.grading import (
     CommandRunner,
@@ -35,7 +36,7 @@ from dsec.protocol.grading import (
     Verdict,
 )
 from dsec.protocol.mirrors import Mirror, MirrorKind
-from dsec.protocol.rollouts import JobInfo, JobLimits, JobState, JobUsage
+from dsec.protocol.rollouts import Blob, JobInfo, JobLimits, JobState, JobUsage, RolloutInfo, RolloutState, StepRecord
 from dsec.protocol.scopes import ScopedKey
 from dsec.protocol.specs import (
     Capabilities,
@@ -92,6 +93,8 @@ from dsec.sdk.errors import (
 from dsec.sdk.files import LocalPath, RemotePath
 from dsec.sdk.ports import LocalUrl
 from dsec.sdk.results import Event, ExecResult, Exit, LogLine, Stderr, Stdout
+from dsec.sdk.rollout import RolloutOpening
+from dsec.sdk.rollouts import Exported
 
 _MIB = 1024 * 1024
 
@@ -189,7 +192,7 @@ class Files:
 
         A lost connection goes on behind the last byte.
         """
-        return portal.iterate(self._inner.stream(path, offset=offset, length=length, user=user))
+        return portal.iterate(portal.call(lambda: self._inner.stream(path, offset=offset, length=length, user=user)))
 
     def write(
         self,
@@ -233,7 +236,7 @@ class Files:
         recursive: of all below, directories to come included. Ends when what is watched is gone, behind its DELETED.
         LOST: more happened than could be told. ConnectionLost when the connection is: what happens then is not known.
         """
-        return portal.iterate(self._inner.watch(path, recursive=recursive, user=user))
+        return portal.iterate(portal.call(lambda: self._inner.watch(path, recursive=recursive, user=user)))
 
     def mkdir(self, path: RemotePath, *, mode: int = 493, parents: bool = True, user: str | None = None) -> None:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
@@ -290,7 +293,7 @@ class Process:
 
         A lost connection is made anew behind the last byte; ConnectionLost after `request_timeout` without contact.
         """
-        return portal.iterate(self._inner.events(cursor=cursor))
+        return portal.iterate(portal.call(lambda: self._inner.events(cursor=cursor)))
 
     def write(self, data: bytes | str) -> None:
         """Appends to stdin; returns when the sandbox holds the bytes, so a command that does not read slows the writer.
@@ -688,7 +691,7 @@ class Sandbox:
 
     def logs(self) -> Iterator[LogLine]:
         """Lines of its life so far: created, commands, ends. Each is a `str` with its time in `.t`."""
-        return portal.iterate(self._inner.logs())
+        return portal.iterate(portal.call(lambda: self._inner.logs()))
 
     def __enter__(self) -> Self:
         portal.run(self._inner.__aenter__())
@@ -772,6 +775,479 @@ class Burst:
         return (Outcome._of(outcome) for outcome in portal.iterate(self._inner))
 
 
+class RolloutFiles(Files):
+    """Files of a rollout's sandbox. Every method is a step but `watch`, which is not recorded."""
+
+    _inner: _async.RolloutFiles
+
+    @classmethod
+    def _of(cls, inner: _async.RolloutFiles) -> Self:  # type: ignore[override]
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def read(self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None) -> bytes:
+        """Contents of a regular file, or a range of them; TooLarge past 1 GiB.
+
+        Contents too long for the log are read once more on replay; ReplayDivergence when they are not the same then.
+        """
+        return portal.begin(lambda: self._inner.read(path, offset=offset, length=length, user=user))
+
+    def read_text(
+        self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
+    ) -> str:
+        """Contents as text."""
+        return portal.begin(lambda: self._inner.read_text(path, encoding=encoding, errors=errors, user=user))
+
+    def stream(
+        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
+    ) -> Iterator[bytes]:
+        """Contents in pieces, as they come. They are asked for when this is called, and the step goes on without a reader."""
+        return portal.iterate(portal.call(lambda: self._inner.stream(path, offset=offset, length=length, user=user)))
+
+    def write(
+        self,
+        path: RemotePath,
+        data: bytes | bytearray | memoryview | str | Iterable[bytes],
+        *,
+        mode: int | None = None,
+        owner: str | None = None,
+        user: str | None = None,
+    ) -> int:
+        """Replaces the file atomically and makes its parents; how many bytes there are now. Arguments as of `Sandbox.files`."""
+        return portal.begin(
+            lambda: self._inner.write(
+                path,
+                data if isinstance(data, bytes | bytearray | memoryview | str) else portal.feed(data),
+                mode=mode,
+                owner=owner,
+                user=user,
+            )
+        )
+
+    def list(self, path: RemotePath, *, depth: int = 1, user: str | None = None) -> list[FileInfo]:
+        """Entries of a directory, depth levels down; symlinks are not followed. Paths are bytes."""
+        return portal.begin(lambda: self._inner.list(path, depth=depth, user=user))
+
+    def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> FileInfo:
+        """Attributes of one file; follow=False describes a symlink itself."""
+        return portal.begin(lambda: self._inner.stat(path, follow=follow, user=user))
+
+    def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+        """Whether something is there (a dangling symlink is not)."""
+        return portal.begin(lambda: self._inner.exists(path, user=user))
+
+    def mkdir(self, path: RemotePath, *, mode: int = 493, parents: bool = True, user: str | None = None) -> None:
+        """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
+        return portal.begin(lambda: self._inner.mkdir(path, mode=mode, parents=parents, user=user))
+
+    def move(self, source: RemotePath, target: RemotePath, *, user: str | None = None) -> None:
+        """Renames; a file at the target is replaced."""
+        return portal.begin(lambda: self._inner.move(source, target, user=user))
+
+    def remove(self, path: RemotePath, *, recursive: bool = False, user: str | None = None) -> None:
+        """Removes a file, a symlink, an empty directory, or with recursive a whole tree."""
+        return portal.begin(lambda: self._inner.remove(path, recursive=recursive, user=user))
+
+    def upload(self, local: LocalPath, remote: RemotePath, *, user: str | None = None) -> None:
+        """As of `Sandbox.files`. On replay the local file or directory must be there, and the same."""
+        return portal.begin(lambda: self._inner.upload(local, remote, user=user))
+
+    def download(self, remote: RemotePath, local: LocalPath, *, user: str | None = None) -> Downloaded:
+        """As of `Sandbox.files`; two steps, of which the first looks what it is."""
+        return portal.begin(lambda: self._inner.download(remote, local, user=user))
+
+
+class RolloutProcess(Process):
+    """A command that runs on its own in a rollout. wait, write, close_stdin, resize and signal are steps."""
+
+    _inner: _async.RolloutProcess
+
+    @classmethod
+    def _of(cls, inner: _async.RolloutProcess) -> Self:  # type: ignore[override]
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def wait(self, *, check: bool = False) -> ExecResult:
+        """Its end with all output kept of it. May be called again: another step."""
+        return portal.begin(lambda: self._inner.wait(check=check))
+
+    def events(self, *, cursor: int = 0) -> Iterator[Event]:
+        """Stdout and Stderr as they come, then Exit. A step from the moment it is called, whether it is read or not."""
+        return portal.iterate(portal.call(lambda: self._inner.events(cursor=cursor)))
+
+    def write(self, data: bytes | str) -> None:
+        """Appends to stdin; returns when the sandbox holds the bytes. A step for each 256 KiB.
+
+        Conflict when stdin is closed or nobody reads it.
+        """
+        return portal.begin(lambda: self._inner.write(data))
+
+    def close_stdin(self) -> None:
+        """No more bytes: the command reads end-of-file."""
+        return portal.begin(lambda: self._inner.close_stdin())
+
+    def resize(self, cols: int, rows: int) -> None:
+        """The size of its terminal from now on, each 1 to 4096."""
+        return portal.begin(lambda: self._inner.resize(cols, rows))
+
+    def signal(self, name: str | int) -> None:
+        """Signals the command's process group, by name ("TERM") or number; KILL ends its whole tree. It arrives once."""
+        return portal.begin(lambda: self._inner.signal(name))
+
+    def kill(self) -> None:
+        """Ends the command's whole tree, whatever sessions and parents its processes made for themselves."""
+        return portal.begin(lambda: self._inner.kill())
+
+
+class RolloutSession(Session):
+    """A shell of a rollout that lives on between commands. run_shell, interrupt and close are steps."""
+
+    _inner: _async.RolloutSession
+
+    @classmethod
+    def _of(cls, inner: _async.RolloutSession) -> Self:  # type: ignore[override]
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def run_shell(
+        self,
+        line: str,
+        *,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        exec_id: str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a line (or many) in the session's shell and waits for its end. As of `Session`; exec_id is the step's own."""
+        return portal.begin(
+            lambda: self._inner.run_shell(
+                line,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
+                timeout=timeout,
+                idle_timeout=idle_timeout,
+                max_output_bytes=max_output_bytes,
+                exec_id=exec_id,
+                check=check,
+            )
+        )
+
+    def interrupt(self) -> bool:
+        """Ctrl-C for what runs; True when it has ended, False when it still runs after a second."""
+        return portal.begin(lambda: self._inner.interrupt())
+
+    def close(self) -> None:
+        """Ends its shell and everything started in it; returns when that is gone. Idempotent."""
+        return portal.begin(lambda: self._inner.close())
+
+
+class Rollout:
+    """A sandbox whose requests are steps: numbered, recorded before they run and after, and replayed when it is opened again."""
+
+    _inner: _async.Rollout
+
+    @classmethod
+    def _of(cls, inner: _async.Rollout) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def job(self) -> str:
+        return self._inner.job
+
+    @property
+    def epoch(self) -> int:
+        return self._inner.epoch
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._inner.sandbox_id
+
+    @property
+    def incarnation(self) -> int:
+        return self._inner.incarnation
+
+    @property
+    def sandbox(self) -> Sandbox:
+        return Sandbox._of(self._inner.sandbox)
+
+    @property
+    def files(self) -> RolloutFiles:
+        return RolloutFiles._of(self._inner.files)
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far: the number of the next one."""
+        return self._inner.steps
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the next step is one that was made before."""
+        return self._inner.replaying
+
+    @property
+    def replayed(self) -> int:
+        """Steps answered from the log so far."""
+        return self._inner.replayed
+
+    def close(self) -> None:
+        """Lets go of it without finishing it. What is under way goes on, and is recorded."""
+        portal.run(self._inner.close())
+
+    def finish(self, *, reward: float | None = None, valid: bool | None = None, stop: bool = True) -> RolloutInfo:
+        """Says that it is complete, with what came of it; its sandbox is stopped unless `stop` is false. No step follows.
+
+        The same again is the same, another reward is a Conflict. ReplayDivergence when fewer steps were made than are recorded.
+        """
+        return portal.run(self._inner.finish(reward=reward, valid=valid, stop=stop))
+
+    def info(self) -> RolloutInfo:
+        """What the service knows of it: state, epoch, steps, sandbox, size. `rollout.sandbox.info()` tells of the sandbox."""
+        return portal.run(self._inner.info())
+
+    def run_shell(
+        self,
+        line: str,
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        limits: ExecLimits | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a line in the image's bash (else sh) and waits for its end. Arguments as of `Sandbox.run_shell`.
+
+        `result.step` is its number, `result.replayed` whether it was answered from the log. stdin given piece by piece is read
+        to its end first. max_output_bytes is 16 MiB at most.
+        """
+        return portal.begin(
+            lambda: self._inner.run_shell(
+                line,
+                cwd=cwd,
+                env=env,
+                user=user,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
+                timeout=timeout,
+                idle_timeout=idle_timeout,
+                max_output_bytes=max_output_bytes,
+                merge_stderr=merge_stderr,
+                limits=limits,
+                check=check,
+            )
+        )
+
+    def exec(
+        self,
+        argv: Sequence[str | bytes],
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | bytearray | memoryview | str | Iterable[bytes] | None = None,
+        timeout: float | None = 600,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        limits: ExecLimits | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a program with its arguments, no shell in between. Everything else as in `run_shell`."""
+        return portal.begin(
+            lambda: self._inner.exec(
+                argv,
+                cwd=cwd,
+                env=env,
+                user=user,
+                stdin=stdin if isinstance(stdin, bytes | bytearray | memoryview | str | None) else portal.feed(stdin),
+                timeout=timeout,
+                idle_timeout=idle_timeout,
+                max_output_bytes=max_output_bytes,
+                merge_stderr=merge_stderr,
+                limits=limits,
+                check=check,
+            )
+        )
+
+    def start(
+        self,
+        argv_or_line: str | Sequence[str | bytes],
+        *,
+        pty: PtySize | None = None,
+        stdin: bool = False,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        idle_timeout: float | None = None,
+        max_output_bytes: int = 16 * _MIB,
+        merge_stderr: bool = False,
+        limits: ExecLimits | None = None,
+    ) -> RolloutProcess:
+        """Starts a command and returns at once. Arguments as of `Sandbox.start`; what is asked of the process are steps, too."""
+        return RolloutProcess._of(
+            portal.begin(
+                lambda: self._inner.start(
+                    argv_or_line,
+                    pty=pty,
+                    stdin=stdin,
+                    cwd=cwd,
+                    env=env,
+                    user=user,
+                    timeout=timeout,
+                    idle_timeout=idle_timeout,
+                    max_output_bytes=max_output_bytes,
+                    merge_stderr=merge_stderr,
+                    limits=limits,
+                )
+            )
+        )
+
+    def process(self, exec_id: str) -> RolloutProcess:
+        """One of the commands that this rollout has started. NotFound when it has not."""
+        return RolloutProcess._of(portal.run(self._inner.process(exec_id)))
+
+    def processes(self) -> list[ProcessInfo]:
+        """Commands of the sandbox as it is now. Not recorded: take no decision by it."""
+        return portal.run(self._inner.processes())
+
+    def open_session(
+        self,
+        name: str | None = None,
+        *,
+        cwd: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> RolloutSession:
+        """A shell that keeps its state between commands, as of `Sandbox.open_session`. Without a name it has its step's."""
+        return RolloutSession._of(portal.begin(lambda: self._inner.open_session(name, cwd=cwd, env=env, user=user)))
+
+    def sessions(self) -> list[SessionInfo]:
+        """Sessions of the sandbox as it is now. Not recorded: take no decision by it."""
+        return portal.run(self._inner.sessions())
+
+    def set_network(self, rules: Mapping[str, bool]) -> Network:
+        """Replaces the network rules, as of `Sandbox.set_network`."""
+        return portal.begin(lambda: self._inner.set_network(rules))
+
+    def changes(self, *, include: Sequence[str] = (), max_bytes: int = 64 * _MIB) -> ChangeSet:
+        """What differs from the layers, as of `Sandbox.changes`."""
+        return portal.begin(lambda: self._inner.changes(include=include, max_bytes=max_bytes))
+
+    def forward(self, port: int, *, local_port: int = 0, local_host: str = "127.0.0.1") -> Forward:
+        """A port inside as one of this machine, as of `Sandbox.forward`. Not recorded."""
+        return Forward._of(portal.call(lambda: self._inner.forward(port, local_port=local_port, local_host=local_host)))
+
+    def expose(self, url: str, *, name: str, port: int = 80, ssl: SSLContext | None = None) -> Exposed:
+        """A service of this side for code inside, as of `Sandbox.expose`. Not recorded."""
+        return Exposed._of(portal.call(lambda: self._inner.expose(url, name=name, port=port, ssl=ssl)))
+
+    def metrics(self) -> Usage:
+        """What the sandbox uses now. Not recorded."""
+        return portal.run(self._inner.metrics())
+
+    def set_ttl(
+        self, *, running_stop: float | UnsetType | None = UNSET, total: float | UnsetType | None = UNSET
+    ) -> None:
+        """Changes the idle and the total time to live of the sandbox, seconds (None: never). Not recorded."""
+        portal.run(self._inner.set_ttl(running_stop=running_stop, total=total))
+
+    def pause(self) -> None:
+        """Freezes every process and gives the memory back; the next step resumes it. Not recorded."""
+        portal.run(self._inner.pause())
+
+    def resume(self) -> None:
+        """Lets a paused sandbox run on. Not recorded."""
+        portal.run(self._inner.resume())
+
+    def logs(self) -> Iterator[LogLine]:
+        """Lines of the sandbox's life so far. Not recorded."""
+        return portal.iterate(portal.call(lambda: self._inner.logs()))
+
+    def __enter__(self) -> Self:
+        portal.run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        portal.run(self._inner.__aexit__(kind, error, traceback))
+
+
+class Rollouts:
+    """`client.rollouts`: the trajectory logs of this installation."""
+
+    _inner: _async.Rollouts
+
+    @classmethod
+    def _of(cls, inner: _async.Rollouts) -> Self:
+        made = cls.__new__(cls)
+        made._inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"sync.{self._inner!r}"
+
+    def list(
+        self, *, job: str | None = None, name: str | None = None, states: Iterable[RolloutState | str] | None = None
+    ) -> Iterator[RolloutInfo]:
+        """Rollouts of a job ("": of none; None: all), of a name within it, in any of `states`. Oldest first."""
+        return portal.iterate(portal.call(lambda: self._inner.list(job=job, name=name, states=states)))
+
+    def get(self, rollout_id: str) -> RolloutInfo:
+        """One of them by its id. NotFound when there is none."""
+        return portal.run(self._inner.get(rollout_id))
+
+    def steps(self, rollout_id: str, *, start: int = 0, stop: int | None = None) -> Iterator[StepRecord]:
+        """Recorded steps in order, from `start` to before `stop`. Contents of more than some KiB are not in them: `content`."""
+        return portal.iterate(portal.call(lambda: self._inner.steps(rollout_id, start=start, stop=stop)))
+
+    def content(self, rollout_id: str, blob: Blob) -> bytes:
+        """What is kept of a content of a step (`record.outputs["stdout"]`, say). NotFound when it is missing in the log."""
+        return portal.run(self._inner.content(rollout_id, blob))
+
+    def export(self, rollout_id: str, path: LocalPath) -> Exported:
+        """Writes all of it as JSON lines, contents included (`docs/trajectory.md`). The file appears when it is whole."""
+        return portal.run(self._inner.export(rollout_id, path))
+
+    def diff(self, a: str, b: str) -> Comparison:
+        """How two rollouts differ, step by step and field by field; what differs between any two runs is left out."""
+        return portal.run(self._inner.diff(a, b))
+
+    def remove(self, rollout_id: str) -> None:
+        """Its log and contents, for good. Conflict while it is open and its sandbox lives."""
+        portal.run(self._inner.remove(rollout_id))
+
+
 class Job:
     """`async with client.job("grpo-17") as job:` - opens the job of that name, or joins it when it is there already."""
 
@@ -813,7 +1289,7 @@ class Job:
 
     def sandboxes(self, *, states: Iterable[State | str] | None = None, usage: bool = False) -> Iterator[SandboxInfo]:
         """Its sandboxes, as `client.list` gives them."""
-        return portal.iterate(self._inner.sandboxes(states=states, usage=usage))
+        return portal.iterate(portal.call(lambda: self._inner.sandboxes(states=states, usage=usage)))
 
     def info(self) -> JobInfo:
         """State, lease, limits, and what was last seen of its usage."""
@@ -885,6 +1361,10 @@ class DSecClient:
     def keys(self) -> Keys:
         return Keys._of(self._inner.keys)
 
+    @property
+    def rollouts(self) -> Rollouts:
+        return Rollouts._of(self._inner.rollouts)
+
     def open(self) -> None:
         """Connects and checks the key. ConnectionLost or AuthenticationError say what to do; idempotent."""
         portal.run(self._inner.open())
@@ -951,6 +1431,15 @@ class DSecClient:
         """Jobs in any of `states`, those that ended lately too when no state is asked for. Oldest first."""
         return portal.run(self._inner.jobs(states=states))
 
+    def rollout(self, name: str, args: DSecContainerRunArgs, *, timeout: float = 120, restart: bool = False) -> Rollout:
+        """A sandbox whose requests are recorded: `with client.rollout("task-3/7", args) as rollout:`.
+
+        Opened again by its name it replays: the same steps give the recorded results, and from the first that has none it goes
+        on. Other `args` than the first time are ReplayDivergence; a client that opened it before is fenced. timeout: seconds for
+        making its sandbox, the first time. restart=True drops an earlier rollout of that name with all that is recorded.
+        """
+        return Rollout._of(portal.run(self._inner.rollout(name, args, timeout=timeout, restart=restart)))
+
     def attach(self, sandbox_id: str) -> Sandbox:
         """A handle to a sandbox that is there already. Leaving its `with` detaches, never stops."""
         return Sandbox._of(portal.run(self._inner.attach(sandbox_id)))
@@ -967,7 +1456,7 @@ class DSecClient:
 
         job: only those of the job of that name. usage: with what each uses now, which costs the node something; else zeros.
         """
-        return portal.iterate(self._inner.list(labels=labels, states=states, job=job, usage=usage))
+        return portal.iterate(portal.call(lambda: self._inner.list(labels=labels, states=states, job=job, usage=usage)))
 
     def stop_many(self, *, labels: Mapping[str, str]) -> int:
         """Stops every sandbox that carries all of `labels` (at least one); how many there were."""
@@ -1044,6 +1533,7 @@ def embedded(state_dir: str | Path | None = None) -> Iterator[DSecClient]:
 
 __all__ = [
     "AuthenticationError",
+    "Blob",
     "Burst",
     "Capabilities",
     "Capability",
@@ -1054,6 +1544,7 @@ __all__ = [
     "CommandFailed",
     "CommandRunner",
     "CommandTimedOut",
+    "Comparison",
     "Conflict",
     "ConnectTimeout",
     "ConnectionLost",
@@ -1062,6 +1553,7 @@ __all__ = [
     "DSecClient",
     "DSecContainerRunArgs",
     "DSecError",
+    "Difference",
     "Downloaded",
     "DropReason",
     "Dropped",
@@ -1072,6 +1564,7 @@ __all__ = [
     "ExecResult",
     "Exit",
     "ExitCode",
+    "Exported",
     "Exposed",
     "FailedTest",
     "FileChange",
@@ -1113,7 +1606,15 @@ __all__ = [
     "Reason",
     "ReplayDivergence",
     "RequestTimeout",
+    "Rollout",
     "RolloutFenced",
+    "RolloutFiles",
+    "RolloutInfo",
+    "RolloutOpening",
+    "RolloutProcess",
+    "RolloutSession",
+    "RolloutState",
+    "Rollouts",
     "Sandbox",
     "SandboxInfo",
     "SandboxUnavailable",
@@ -1126,6 +1627,7 @@ __all__ = [
     "State",
     "Stderr",
     "Stdout",
+    "StepRecord",
     "TestSet",
     "TooLarge",
     "Unsupported",

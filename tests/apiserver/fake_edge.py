@@ -714,8 +714,10 @@ class FakeEdge(FakeJobs):
         params = call.params(Path1)
         top = os.fsdecode(self._local(call, params.path))
         name = os.path.join(self.directory, "out.tar")
+        with _typed(params.path):
+            entries = sorted(os.listdir(top))
         with tarfile.open(name, "w", format=tarfile.PAX_FORMAT) as tar:
-            for entry in sorted(os.listdir(top)):
+            for entry in entries:
                 tar.add(os.path.join(top, entry), arcname=entry)
             for member in self.extra_members:
                 tar.addfile(member)

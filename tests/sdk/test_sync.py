@@ -19,7 +19,22 @@ from tests.apiserver.fake_edge import FakeEdge
 from tests.apiserver.serving import KEY
 
 ROOT = Path(__file__).parent.parent.parent
-CLASSES = ("DSecClient", "Sandbox", "Process", "Files", "Layers", "Forward", "Exposed", "Burst", "Outcome")
+CLASSES = (
+    "DSecClient",
+    "Sandbox",
+    "Process",
+    "Files",
+    "Layers",
+    "Forward",
+    "Exposed",
+    "Burst",
+    "Outcome",
+    "Rollout",
+    "RolloutFiles",
+    "RolloutProcess",
+    "RolloutSession",
+    "Rollouts",
+)
 T = TypeVar("T")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import struct
 from typing import cast
 
@@ -20,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import Data, LinkStream
 from dsec.protocol.rollouts import STEP_HEADER
+from dsec.protocol.signals import signal_number
 from dsec.protocol.specs import ExecDone, ExecReply, ProcessInfo
 
 from .bodies import MAX_WAIT_S, Done, ErrorReply, ExecRequest, ResizeRequest, SignalRequest, Started, checked_exec_id
@@ -249,23 +249,6 @@ def _exec_params(x: Exchange, asked: ExecRequest) -> dict[str, object]:
     if incarnation is not None:
         params["incarnation"] = incarnation
     return params
-
-
-def signal_number(name: str | int) -> int:
-    """`TERM`, `SIGTERM`, `RTMIN+3` or 15 -> 15. Fault invalid_request for anything else."""
-    number = int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 3 else name
-    if isinstance(number, str):
-        base, plus, more = number.upper().removeprefix("SIG").partition("+")
-        found = getattr(signal, f"SIG{base}", None)
-        if isinstance(found, signal.Signals) and (not plus or (base == "RTMIN" and more.isascii() and more.isdigit())):
-            number = int(found) + int(more[:3] or 0)
-    if isinstance(number, int) and 0 < number < signal.NSIG:
-        return number
-    raise Fault(
-        ErrorKind.INVALID,
-        f"signal {str(name)[:40]!r} is unknown",
-        hint="use a name such as TERM, or a number from 1 to 64",
-    )
 
 
 def _exec_id(x: Exchange) -> str:

@@ -35,6 +35,8 @@ def canonical(kind: str, params: Mapping[str, object]) -> bytes:
     skipped = _ATTEMPT | {"exec_id"} if kind == "exec" else _ATTEMPT
     defaults = _EXEC_DEFAULTS if kind == "exec" else {}
     asked: dict[str, object] = {"kind": kind}
+    if params.get("detached") and params.get("stdin_open"):  # else only the way in which a long stdin is sent
+        asked["stdin_open"] = True
     for name, value in params.items():
         if name in skipped:
             continue

@@ -22,6 +22,8 @@ from .errors import DSecError, InvalidRequest, NotFound
 from .jobs import Job, JobList, chosen, limits_of
 from .keys import Keys
 from .layers import Layers
+from .rollout import RolloutOpening, opening
+from .rollouts import Rollouts
 from .sandbox import Sandbox
 from .transport import NDJSON, Transport, decode, encode, json_lines
 
@@ -54,6 +56,7 @@ class DSecClient:
         self._clean_ups: set[asyncio.Task[None]] = set()
         self.layers = Layers(self._transport)
         self.keys = Keys(self._transport)
+        self.rollouts = Rollouts(self._transport)
 
     async def open(self) -> None:
         """Connects and checks the key. ConnectionLost or AuthenticationError say what to do; idempotent."""
@@ -129,6 +132,17 @@ class DSecClient:
     async def jobs(self, *, states: Iterable[JobState | str] | None = None) -> list[JobInfo]:
         """Jobs in any of `states`, those that ended lately too when no state is asked for. Oldest first."""
         return chosen((await self._transport.call("GET", "/v1/jobs", JobList)).jobs, states)
+
+    def rollout(
+        self, name: str, args: DSecContainerRunArgs, *, timeout: float = 120, restart: bool = False
+    ) -> RolloutOpening:
+        """A sandbox whose requests are recorded: `async with client.rollout("task-3/7", args) as rollout:`.
+
+        Opened again by its name it replays: the same steps give the recorded results, and from the first that has none it goes
+        on. Other `args` than the first time are ReplayDivergence; a client that opened it before is fenced. timeout: seconds for
+        making its sandbox, the first time. restart=True drops an earlier rollout of that name with all that is recorded.
+        """
+        return opening(self._transport, "", name, args, timeout=timeout, restart=restart)
 
     def attach(self, sandbox_id: str) -> Opening:
         """A handle to a sandbox that is there already. Leaving its `async with` detaches, never stops."""

@@ -13,7 +13,7 @@ from blake3 import blake3
 from dsec.protocol.ids import new_exec_id, step_exec_id
 from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec, PtySize
 
-from .errors import InvalidRequest
+from .errors import Conflict, InvalidRequest, NotFound
 from .results import ExecResult, exec_result
 from .stdin import Feeder, feed
 from .transport import Target, Transport, encode
@@ -21,6 +21,7 @@ from .transport import Target, Transport, encode
 Stdin = bytes | bytearray | memoryview | str | AsyncIterable[bytes] | None
 
 INLINE = 256 * 1024  # bytes of stdin that go with the command itself
+_NOT_YET_S = 0.02
 WAIT_S = 25  # one answer; shorter than what proxies between us and the service usually allow
 
 
@@ -33,6 +34,7 @@ class ExecBody(ExecSpec, frozen=True, kw_only=True, omit_defaults=True):
     """`ExecSpec` as it is sent: only what differs from the defaults."""
 
     wait_s: float = 25
+    cursor: int = 0
 
 
 def seconds(name: str, value: float | None, *, low: float) -> None:
@@ -112,6 +114,8 @@ def body_of(
 
 async def run(transport: Transport, target: Target, body: ExecBody, stdin: Stdin = None) -> ExecResult:
     """Sends the command once, then asks for the rest of it until it has ended. No time limit of ours."""
+    if target.step is not None:
+        return await _run_step(transport, target, body, stdin)
     if body.stdin_open:
         return await _run_and_feed(transport, target, body, stdin)
     path = f"/v1/sandboxes/{target.sandbox_id}/exec"
@@ -140,6 +144,54 @@ async def _run_and_feed(transport: Transport, target: Target, body: ExecBody, st
         for task in (feeding, following):
             task.cancel()
         await asyncio.gather(feeding, following, return_exceptions=True)
+
+
+async def _run_step(transport: Transport, target: Target, body: ExecBody, stdin: Stdin) -> ExecResult:
+    """A step of a rollout is asked for again until it is done: the service runs it once. What is long of a stdin goes beside."""
+    source = source_of(stdin)
+    if not body.stdin_open or not isinstance(source, bytes):
+        return await _ask(transport, target, body)
+    inline = len(body.stdin or b"")
+    feeder = Feeder(transport, target._replace(step=None), body.exec_id, "", inline)
+    asking = asyncio.ensure_future(_ask(transport, target, body))
+    feeding = asyncio.ensure_future(_feed_when_there(feeder, source[inline:], asking))
+    try:
+        await asyncio.wait({feeding, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            await feeding
+        return await asking
+    finally:
+        feeding.cancel()
+        asking.cancel()
+        await asyncio.gather(feeding, asking, return_exceptions=True)
+
+
+async def _feed_when_there(feeder: Feeder, data: bytes, asking: asyncio.Future[ExecResult]) -> None:
+    """As `feed`; the command may not have begun yet."""
+    while True:
+        try:
+            await feeder.write(data)
+            return await feeder.close()
+        except NotFound:
+            if asking.done():
+                return None
+            await asyncio.sleep(_NOT_YET_S)
+        except Conflict:  # it left without reading everything: its result tells
+            return None
+
+
+async def _ask(transport: Transport, target: Target, body: ExecBody) -> ExecResult:
+    path = f"/v1/sandboxes/{target.sandbox_id}/exec"
+    out: list[bytes] = []
+    err: list[bytes] = []
+    while True:
+        cursor = sum(map(len, out)) + sum(map(len, err))
+        asked = msgspec.structs.replace(body, cursor=cursor) if cursor else body
+        reply = await transport.call("POST", path, ExecReply, body=encode(asked), target=target, wait=WAIT_S)
+        out.append(reply.stdout)
+        err.append(reply.stderr)
+        if reply.done is not None:
+            return exec_result(reply.done, b"".join(out), b"".join(err))
 
 
 async def rest(

@@ -69,7 +69,7 @@ class Files:
     async def _stream(
         self, path: RemotePath, offset: int, length: int | None, user: str | None, *, most: int | None
     ) -> AsyncIterator[bytes]:
-        """most: TooLarge when there is more."""
+        """most: TooLarge when there is more. Of a step one attempt is made."""
         deadline = time.monotonic() + self._transport.request_timeout
         begun = offset
         while True:
@@ -89,6 +89,8 @@ class Files:
                         yield chunk
                 return
             except ConnectionLost:
+                if self._target.step is not None:  # a step is asked for as it was, or it would be another one
+                    raise
                 if not self._transport.reached or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)
@@ -215,11 +217,16 @@ class Files:
         """
         target = Path(os.fsdecode(local))
         if (await self.stat(remote, user=user)).kind is FileKind.DIRECTORY:
-            async with self._transport.stream(
-                "GET", f"{self._path}/archive", query=_query(remote, user), target=self._target, again=True
-            ) as response:
-                return await archive.unpack_tree(chunks(response, self._target), target)
+            return await archive.unpack_tree(self._packed(remote, user), target)
         return await archive.write_file(self.stream(remote, user=user), target)
+
+    async def _packed(self, path: RemotePath, user: str | None) -> AsyncIterator[bytes]:
+        """A tar of a directory."""
+        async with self._transport.stream(
+            "GET", f"{self._path}/archive", query=_query(path, user), target=self._target, again=True
+        ) as response:
+            async for chunk in chunks(response, self._target):
+                yield chunk
 
     async def _put(
         self,

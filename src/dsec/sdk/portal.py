@@ -63,6 +63,15 @@ def call(make: Callable[[], T]) -> T:
     return run(_call(make))
 
 
+async def _begun(make: Callable[[], Awaitable[T]]) -> T:
+    return await make()
+
+
+def begin(make: Callable[[], Awaitable[T]]) -> T:
+    """Calls something on the loop's thread, and waits for what it gives."""
+    return run(_begun(make))
+
+
 async def _step(items: AsyncIterator[T]) -> T | object:
     return await anext(items, _END)
 

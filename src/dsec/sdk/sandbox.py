@@ -72,6 +72,13 @@ class Sandbox:
     def __repr__(self) -> str:
         return f"Sandbox({self.id!r})"
 
+    @classmethod
+    def _of(cls, transport: Transport, target: Target) -> Self:
+        """A handle whose requests are about this target, a step of a rollout too."""
+        made = cls(transport, target.sandbox_id, target.incarnation)
+        made._target, made.files = target, Files(transport, target)
+        return made
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -14,6 +14,7 @@ import msgspec
 from yarl import URL
 
 from dsec.protocol.errors import ErrorBody
+from dsec.protocol.rollouts import STEP_HEADER, StepRef
 
 from . import unary
 from .discovery import Endpoint, discover
@@ -71,10 +72,15 @@ class _Source:
 
 
 class Target(NamedTuple):
-    """The sandbox a request is about; every answer's incarnation is compared with it."""
+    """The sandbox a request is about; every answer's incarnation is compared with it. step: which step of a rollout it is."""
 
     sandbox_id: str
     incarnation: int
+    step: StepRef | None = None
+
+    def headers(self) -> dict[str, str]:
+        own = {INCARNATION: str(self.incarnation)}
+        return own if self.step is None else {**own, STEP_HEADER: str(self.step)}
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -233,6 +239,8 @@ class Transport:
             await self.open()
         assert self._unary is not None
         own = "" if target is None else f"{INCARNATION}: {target.incarnation}\r\n"
+        if target is not None and target.step is not None:
+            own += f"{STEP_HEADER}: {target.step}\r\n"
         try:
             reply = await self._unary.ask(
                 method, path, unary.query_of(query) if query else "", own, body, self.timeout(wait)
@@ -278,7 +286,7 @@ class Transport:
         if length is not None:
             headers["Content-Length"] = str(length)  # else each piece is framed, and copied for it
         if target is not None:
-            headers[INCARNATION] = str(target.incarnation)
+            headers.update(target.headers())
         data = body if source is None else source.pieces()
         while True:
             try:
@@ -325,10 +333,9 @@ class Transport:
         if self._session is None:
             await self.open()
         assert self._session is not None
-        headers = {INCARNATION: str(target.incarnation)}
         try:
             socket = await self._session.ws_connect(
-                self.url(path, query), headers=headers, heartbeat=heartbeat, max_msg_size=4 * 1024 * 1024,
+                self.url(path, query), headers=target.headers(), heartbeat=heartbeat, max_msg_size=4 * 1024 * 1024,
                 timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
             )  # fmt: skip
         except aiohttp.WSServerHandshakeError as refused:
