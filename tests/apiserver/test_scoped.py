@@ -64,7 +64,8 @@ OF_ROLLOUTS = {
     "GET /v1/rollouts/{rollout}", "GET /v1/rollouts/{rollout}/steps", "GET /v1/rollouts/{rollout}/blobs/{digest}",
     "POST /v1/rollouts/{rollout}/finish",
 }  # fmt: skip
-OF_ITS_BODY = {"POST /v1/rollouts", "POST /v1/keys"}
+OF_ITS_BODY = {"POST /v1/rollouts", "POST /v1/keys", "POST /v1/grade"}
+OF_ITS_ID = {"GET /v1/grade/{grade}"}
 OF_ANY_KEY = {"GET /v1/capabilities", "GET /healthz", "GET /openapi.json"}
 _SANDBOX = "/v1/sandboxes/{id}"
 
@@ -141,6 +142,7 @@ _VALUES = {
     "port": "80",
     "connection": "1",
     "ref": "x@1",
+    "grade": "x",
 }
 
 
@@ -213,6 +215,9 @@ async def test_every_operation(guarded: tuple[GuardedEdge, str], operation: obje
             _of_another(await ask(url, method, path_of(template, rollout=rollout), {**key(), **WAYS[way]}), what)
         assert (await ask(url, method, path_of(template), key(may=(Right.CREATE,)))).kind == "permission"
         assert "has ended" in (await ask(url, method, path_of(template), key(job=ENDED))).message
+    elif name in OF_ITS_ID:
+        assert got.kind == "not_found", "no grade of its own"
+        assert (await ask(url, method, path_of(template), key(may=(Right.USE,)))).kind == "permission"
     elif name in OF_ITS_BODY:
         assert got.kind == "invalid_request", "looked at below"
     else:
@@ -240,7 +245,7 @@ async def test_every_socket(guarded: tuple[GuardedEdge, str], template: str) -> 
 
 
 def test_the_table_says_the_same() -> None:
-    said = OF_A_KEY | OF_ROLLOUTS | OF_ITS_BODY | OF_ANY_KEY
+    said = OF_A_KEY | OF_ROLLOUTS | OF_ITS_BODY | OF_ITS_ID | OF_ANY_KEY
     named = {op.handler for op in OPERATIONS if f"{op.method} {op.path.removeprefix(_SANDBOX)}" in said}
     sockets = {handler for handler in SCOPED if handler not in {op.handler for op in OPERATIONS}}
     assert set(SCOPED) - sockets == named and len(named) == len(said)
@@ -282,6 +287,21 @@ async def test_opening_a_rollout(guarded: tuple[GuardedEdge, str], body: dict[st
     got = await ask(url, "POST", "/v1/rollouts", key(), body)
     assert got.kind == kind, got
     assert all(scope is not None for _, scope in edge.scopes)
+
+
+@pytest.mark.parametrize("sandbox", FOREIGN)
+async def test_grading(guarded: tuple[GuardedEdge, str], sandbox: str) -> None:
+    """Whose changes count is asked of the edge first; the grade itself is the platform's."""
+    edge, url = guarded
+    edge.revive()
+    body = {"args": {"container_image": "debian@12"}, "tests": "tests@1", "source": {"sandbox": FOREIGN[sandbox]}}
+    refused = await ask(url, "POST", "/v1/grade", key(may=(Right.GRADE,)), body)
+    assert refused.kind == "permission" and "none of those" in refused.message
+    own = {**body, "source": {"sandbox": MINE}, "wait_s": 0, "grade_id": f"g-{sandbox.replace(' ', '')[:4]}"}
+    assert (await ask(url, "POST", "/v1/grade", key(may=(Right.USE,)), own)).kind == "permission"
+    assert (await ask(url, "POST", "/v1/grade", key(may=(Right.GRADE,)), own)).kind != "permission"
+    found = await ask(url, "GET", f"/v1/grade/{own['grade_id']}", {"Authorization": f"Bearer {KEY}"})
+    assert found.kind == "not_found", "its ids are its own"
 
 
 LESS = {"job": "mine", "rollouts": ["a/1"], "may": ["use"]}

@@ -71,7 +71,8 @@ class Services:
 class Exchange:
     """A request; handlers take one and return a Starlette response or raise a Fault.
 
-    services go as far as the caller's key does; platform as far as the platform's own. principal: None where no key is asked for.
+    services go as far as the caller's key does; platform as far as the platform's own. principal: None where no key is asked for;
+    scope: how far a scoped key goes, None for others.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class Exchange:
         self.principal = principal
         self.platform = services
         claims = principal.claims if principal is not None else None
-        self.services = services if claims is None else services.scoped(claims.scope())
+        self.scope = None if claims is None else claims.scope()
+        self.services = services if self.scope is None else services.scoped(self.scope)
         self.request_id = request_id
 
     @classmethod

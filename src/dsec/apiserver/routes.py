@@ -228,6 +228,8 @@ SCOPED: dict[Handler | SocketHandler, Right | None] = {
         ),
         Right.USE,
     ),
+    grade.grade: Right.GRADE,
+    grade.found: Right.GRADE,
     rollouts.open_: None,  # `use` for one that is there, `create` for a new one: the edge knows which
     keys.create: None,
     platform.capabilities: None,

@@ -17,7 +17,8 @@ _WILD = frozenset("*?[")
 
 
 class Right(str, Enum):
-    """use: rollouts that are there, and their sandboxes; create: rollouts that are not; grade: changes of their sandboxes."""
+    """use: rollouts that are there, and their sandboxes; create: rollouts that are not; grade: changes of their sandboxes, or
+    given ones, by any tests. What a graded run prints is shown: who may grade can read the tests."""
 
     USE = "use"
     CREATE = "create"
@@ -44,16 +45,20 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return False
         return self.rollouts is None or any(fnmatchcase(rollout, glob) for glob in self.rollouts)
 
-    def require(self, right: Right) -> None:
-        """Fault permission without it."""
-        if right not in self.may:
+    def require(self, *rights: Right) -> None:
+        """Fault permission without any of them."""
+        if not set(rights) & set(self.may):
             have = ", ".join(one.value for one in self.may) or "nothing"
-            raise self.refusal(f"the right {right.value!r} (it has: {have})")
+            raise self.refusal(f"the right {rights[0].value!r} (it has: {have})")
 
     def require_creation(self, args: DSecContainerRunArgs) -> None:
         """Fault permission unless its holder may make a rollout of this."""
         self.require(Right.CREATE)
         self.require_network(args.network_rules)
+        self.require_layers(args)
+
+    def require_layers(self, args: DSecContainerRunArgs) -> None:
+        """Fault permission for an environment of other layers than its holder may use."""
         for layer in (args.container_image or "", *args.layers) if self.layers is not None else ():
             if not any(fnmatchcase(layer, glob) for glob in self.layers or ()):
                 raise self.refusal(

@@ -30,10 +30,11 @@ class Keys:
     ) -> ScopedKey:
         """A key for the rollouts of a job that match `rollouts` (globs, `agent/*`; None: all of them). `.key` is told once.
 
-        may: "use" (open those that are there again, and use their sandboxes), "create" (make new ones), "grade". network:
-        names that `network_rules` of their sandboxes may allow. layers: globs of what new ones may be made from (None: any;
-        name them where the store has layers that the holder must not see, as hidden tests). ttl: seconds; an hour when left
-        out. It ends with its job at the latest. PermissionDenied for more than the asking key may, Conflict for an ended job.
+        may: "use" (open those that are there again, and use their sandboxes), "create" (make new ones), "grade" (by any tests,
+        whose output is shown). network: names that `network_rules` of their sandboxes may allow. layers: globs of what new
+        ones may be made from (None: any; name them where the store has layers that the holder must not see, as hidden
+        tests). ttl: seconds; an hour when left out. It ends with its job at the latest. PermissionDenied for more than the
+        asking key may, Conflict for an ended job.
         """
         seconds("ttl", ttl, low=0)
         body = {
