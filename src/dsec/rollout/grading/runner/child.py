@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from .guard import Guard
@@ -17,6 +17,18 @@ from .imports import Finder, forget
 UNABLE = 98
 """Exit status of a child that could not take its place; why is on the pipe."""
 
+
+HOOKS = (
+    "pytest_runtest_protocol",
+    "pytest_runtest_setup",
+    "pytest_runtest_call",
+    "pytest_runtest_teardown",
+    "pytest_runtest_makereport",
+    "pytest_runtest_logreport",
+    "pytest_pyfunc_call",
+    "pytest_fixture_setup",
+)
+"""What a report depends on."""
 
 Thing = Any  # of pytest, whose version is the image's
 
@@ -36,6 +48,8 @@ class Ground(NamedTuple):
     changed: frozenset[str] | None
     env: dict[str, str]
     limits: dict[str, int | None]
+    helpers: Sequence[str]
+    seal: Callable[[str], CodeType | None]
     arguments: Sequence[str]
     plugins: Sequence[tuple[str, ModuleType]]
 
@@ -43,19 +57,26 @@ class Ground(NamedTuple):
 class Reporter:
     """A pytest plugin that says on a pipe which test begins, and what has become of it."""
 
-    def __init__(self, descriptor: int, settled: Callable[[], None]) -> None:
+    def __init__(self, descriptor: int, guard: Guard) -> None:
         self._descriptor = descriptor
-        self._settled = settled
+        self._guard = guard
         self._write = os.write
         self._encode = json.JSONEncoder(ensure_ascii=True).encode
         self._worst = ""
 
     def pytest_runtest_protocol(self, item: Thing) -> Generator[None, Any, None]:
         self._worst = ""
+        self._guard.begin(item)
         self._say("S", item.nodeid)
         yield
-        self._settled()
+        self._guard.settled(self._hooks(item.config.pluginmanager.hook))
         self._say("E", item.nodeid, self._worst)
+
+    def pytest_collection_finish(self, session: Thing) -> None:
+        self._guard.collected(session.items)
+
+    def _hooks(self, relay: Thing) -> list[Thing]:
+        return [getattr(relay, name).get_hookimpls() for name in HOOKS]
 
     def pytest_runtest_logreport(self, report: Thing) -> None:
         """The worst of the phases; a phase that is expected to fail is neither passed nor failed."""
@@ -168,7 +189,9 @@ def _become_python(ground: Ground) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path[:] = [*ground.sources, *ground.stdlib]
     forget(ground.sources)
-    sys.meta_path.insert(0, Finder(ground.stdlib, ground.site, ground.sources, ground.changed))
+    sys.meta_path.insert(
+        0, Finder(ground.stdlib, ground.site, ground.sources, ground.changed, ground.helpers, ground.seal)
+    )
     import site
 
     known = set(sys.path)
@@ -182,7 +205,7 @@ def _pytest(ground: Ground, guard: Guard, descriptor: int) -> int:
     import _pytest.config
     import pytest
 
-    reporter = Reporter(descriptor, guard.settled)
+    reporter = Reporter(descriptor, guard)
     pytest.hookimpl(hookwrapper=True, tryfirst=True)(Reporter.pytest_runtest_protocol)
     config = _pytest.config.get_config(list(ground.arguments), None)
     for name, plugin in ground.plugins:

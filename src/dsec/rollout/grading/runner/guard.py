@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from _blake2 import blake2s as _blake
 from _thread import get_ident as _ident
 from collections.abc import Callable, Iterable
 from functools import partial as _partial
@@ -44,10 +45,12 @@ class Guard(NamedTuple):
 
     check: Callable[[], None]
     weigh: Callable[[str, Any, Any], None]
-    load: Callable[[str, Any], types.CodeType]
+    load: Callable[..., types.CodeType]
     watch: Callable[[str, Any, Iterable[str], bool, bool], None]
     install: Callable[[], None]
-    settled: Callable[[], None]
+    settled: Callable[..., None]
+    begin: Callable[[Thing], None]
+    collected: Callable[[Thing], None]
 
 
 def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> Guard:
@@ -67,7 +70,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     plain = frozenset_((int_, str_, bytes_, float_, bool_, complex_, type_(None), bytearray, range, type_(...)))
     walked = frozenset_((list_, tuple_, set_, frozenset_, dict_))
     enforce = terrain.changed is not None
-    changed = terrain.changed or frozenset_()
+    changed: frozenset[Thing] = terrain.changed or frozenset_()
     workdir, stdlib, allow, trusted = terrain.workdir + "/", terrain.stdlib, terrain.allow, terrain.trusted
     test_files, test_names = terrain.tests, frozenset_(basename(path) for path in terrain.tests)
     lookers = frozenset_(join(stdlib, name) for name in ("inspect.py", "dis.py", "operator.py", "functools.py"))
@@ -76,12 +79,15 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     busy: set[int] = set_()
     verdicts: dict[str, bool] = dict_()
     watched: list[Any] = list_()
-    sealed: dict[int, Any] = dict_()
+    sealed: dict[str, Any] = dict_()
     seen: set[str] = set_()
     loaded: set[str] = set_()
     marks: dict[str, Callable[..., object]] = dict_()
     protected: set[Any] = set_()
-    chr_, compile_, partial, main = chr, compile, _partial, _ident()
+    current: list[Thing] = list_()
+    params: dict[Thing, Thing] = dict_()
+    blake, chr_, compile_, partial, getattr_ = _blake, chr, compile, _partial, getattr
+    main, empty = _ident(), dict[str, object]()
     keep: Thing = (tuple(secrets.items()), dict_())  # handed to the generator, then forgotten
 
     def tell(kind: bytes, name: str, detail: str) -> None:
@@ -107,37 +113,72 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
             verdicts[path] = known
         return known
 
+    def sign(data: bytes, key: bytes) -> Thing:
+        return blake(data, key=key, digest_size=8).hexdigest().encode()
+
     # the end of a test ----------------------------------------------------------------------------------------------
 
     def ender(pairs: Thing, codes: Thing) -> Thing:
-        """Runs in a frame that nothing leads to but `gi_frame`, which the hook guards. Answers nothing useful."""
-        words: Thing = dict_(pairs)
+        """Runs in a frame that nothing leads to but `gi_frame`, which the hook guards. Answers nothing useful.
+
+        What it writes holds for one end only: it is signed with a secret of the test, and counted.
+        """
+        keys: Thing = dict_(pairs)
         del pairs
-        asked: Any = None
+        asked: Thing = None
+        count = 0
         while True:
             asked = yield asked
-            if type_(asked) is tuple_:
-                if getframe(1).f_code is not registrar:
-                    fatal("forged_end", "something else than the runner named a test")
+            by: Where = getframe(1)
+            if by.f_code is registrar:
                 codes[asked[0]] = asked[1]
-                asked = None
-                continue
-            frame: Where = getframe(1)
-            place = codes.get(frame.f_code) if type_(asked) is int_ else None
-            if place is None or place != asked or frame.f_globals is not sealed.get(frame.f_code.co_filename):
+            elif by.f_code is finisher and by.f_back.f_globals is sealed.get(by.f_back.f_code.co_filename):
+                if codes.get(by.f_back.f_code) != asked:
+                    fatal("forged_end", "a test said that another one had ended")
+                count += 1
+                write(descriptor, b"T%d %d %b\n" % (asked, count, sign(b"%d" % count, keys[asked])))
+            else:
                 fatal("forged_end", "something else than a test said that a test had ended")
-            check()
-            write(descriptor, b"T" + words[asked] + b"\n")
-            asked = frame = place = None
+            asked = by = None
 
-    def load(name: str, tree: Thing) -> Thing:
-        """Compile a marked test file. Only pytest's own import of it, in the main thread, may ask for that, and once."""
+    def end(index: int, given: Thing) -> None:
+        """The last thing a test does. given: its arguments, as far as it never assigns to them."""
         frame: Where = getframe(1)
-        while frame is not None:
+        if ident() != main:
+            fatal("forged_end", "a test ended in another thread than pytest's")
+        for name, value in given:
+            if current and (getattr_(current[0], "funcargs", empty) or empty).get(name, value) is not value:
+                fatal("forged_end", f"{frame.f_code.co_name} ran with another {name} than pytest gave it")
+        while enforce and "wraps" not in allow and (frame := frame.f_back) is not None:
+            if strange(frame.f_code.co_filename):
+                fatal("forged_end", f"a test was called by {frame.f_code.co_filename}:{frame.f_lineno}")
+        check()
+        say(index)
+
+    def begin(item: Thing) -> None:
+        """pytest is about to run this item; what it was parametrised with must still be what it was collected with."""
+        current.clear()
+        current.append(item)
+        before, now = params.get(item), parameters(item)
+        if before is not None and not (len_(before) == len_(now) and all_(map_(is_, before, now))):
+            fatal("patched", "the parameters of a test were changed after it had been collected")
+
+    def collected(items: Thing) -> None:
+        for item in items:
+            params[item] = parameters(item)
+
+    def parameters(item: Thing) -> Thing:
+        return tuple_(getattr_(getattr_(item, "callspec", None), "params", empty).values())
+
+    def load(name: str, tree: Thing, *, helper: bool = False) -> Thing:
+        """Compile a marked file. A test file is loaded by pytest's own import of it, in the main thread, and once; a module that
+        tests import, by whoever imports it first."""
+        frame: Where = getframe(1)
+        while frame is not None and not helper:
             if strange(frame.f_code.co_filename):
                 fatal("imports_tests", f"{name} by {frame.f_code.co_filename}")
             frame = frame.f_back
-        if ident() != main or name in loaded:
+        if not helper and (ident() != main or name in loaded):
             fatal("imports_tests", name)
         loaded.add(name)
         return embed(compile_(tree, name, "exec", dont_inherit=True))
@@ -150,7 +191,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 const = embed(const)
             elif type_(const) is str_ and const.startswith("\0dsec:end:"):
                 index = int_(const[10:])
-                const = partial(say, index)
+                const = partial(end, index)
             elif type_(const) is str_ and const in marks:
                 const = marks[const]
             consts.append(const)
@@ -174,10 +215,15 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         kinds = (function, type_, module, method, builtin)
         keys = tuple_(key for key, value in space.items() if isinstance_(value, kinds))
         name = space["__file__"]
-        if getframe(1).f_globals is not space or name in sealed:
+        if getframe(1).f_globals is not space:
             fatal("forged_module", name)
+        if name in sealed:  # loaded once more, under another name say: what was there first counts
+            return
         sealed[name] = space
-        watched.append((name, space.get, keys, tuple_(map_(space.get, keys)), False, False))
+        mine = tuple_(key for key in keys if type_(space[key]) is function and space[key].__code__.co_filename == name)
+        rest = tuple_(key for key in keys if key not in mine)
+        watched.append((name, space.get, mine, tuple_(map_(space.get, mine)), True, False))
+        watched.append((name, space.get, rest, tuple_(map_(space.get, rest)), False, False))
 
     def owner(value: Thing, depth: int = 0) -> str:
         """Whose code a value is: "agent", "trusted", or "c" when it has none to look at."""
@@ -219,8 +265,19 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 if not inner:
                     busy.discard(me)
 
-    def settled() -> None:
+    def settled(hooks: Thing = ()) -> None:
+        """After a test. hooks: lists of pytest's hook implementations, none of which may be the agent's."""
         check(settled=True)
+        me = ident()
+        busy.add(me)
+        try:
+            for impls in hooks:
+                for impl in impls:
+                    whose = impl.function if type_(impl.function) in (function, method) else None
+                    if enforce and "plugin" not in allow and (whose is None or owner(whose) == "agent"):
+                        fatal("patched", f"the agent's code is a hook of pytest: {impl.plugin_name}")
+        finally:
+            busy.discard(me)
 
     # values that lie ------------------------------------------------------------------------------------------------
 
@@ -457,7 +514,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         finally:
             busy.discard(me)
 
-    registrar = embed.__code__
+    registrar, finisher = embed.__code__, end.__code__
     engine = ender(*keep)
     next(engine)
     say = engine.send
@@ -472,4 +529,4 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         }
     )
     del keep
-    return Guard(check, weigh, load, watch, lambda: sys.addaudithook(hook), settled)
+    return Guard(check, weigh, load, watch, lambda: sys.addaudithook(hook), settled, begin, collected)

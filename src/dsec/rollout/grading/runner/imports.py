@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, ModuleType
 
 MACHINERY = frozenset({"pytest", "_pytest", "pluggy", "iniconfig"})
 
@@ -37,19 +37,30 @@ class Finder:
     """First in sys.meta_path: the standard library and installed packages cannot be shadowed by files the agent brought.
 
     A name counts as the workspace's own when some file of it there was not changed by the agent (nothing else is known of it).
+    helpers: directories of tests; modules from there are loaded by `seal`, which notes what they consist of.
     """
 
     def __init__(
-        self, stdlib: Sequence[str], site: Sequence[str], sources: Sequence[str], changed: frozenset[str] | None
+        self,
+        stdlib: Sequence[str],
+        site: Sequence[str],
+        sources: Sequence[str],
+        changed: frozenset[str] | None,
+        helpers: Sequence[str],
+        seal: Callable[[str], CodeType | None],
     ) -> None:
         self._stdlib = list(stdlib)
         self._site = list(site)
         self._sources = sources
         self._changed = changed
+        self._helpers = tuple(helpers)
+        self._seal = seal
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if spec := self._helper(name, sys.path if path is None else path):
+            return spec
         if path is not None or self._own(name):
             return None
         if name in sys.stdlib_module_names:
@@ -61,6 +72,18 @@ class Finder:
             return importlib.machinery.PathFinder.find_spec(name, self._site)
         return None
 
+    def _helper(self, name: str, places: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
+        """A module that lies among the tests, unless an earlier place has it."""
+        if not any(f"{place}/".startswith(self._helpers) for place in places):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+        if spec is None or spec.origin is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return None
+        if not spec.origin.startswith(self._helpers) or (self._changed is not None and spec.origin in self._changed):
+            return None
+        spec.loader = _Sealing(spec.loader, self._seal)
+        return spec
+
     def _own(self, name: str) -> bool:
         """Whether the pristine workspace has a module of that name."""
         return any(
@@ -69,6 +92,17 @@ class Finder:
 
     def _planted(self, name: str) -> bool:
         return self._changed is not None and any(True for _ in workspace_files(name, self._sources))
+
+
+class _Sealing(importlib.machinery.SourceFileLoader):
+    """Loads a module of the tests with a seal at its end."""
+
+    def __init__(self, plain: importlib.machinery.SourceFileLoader, seal: Callable[[str], CodeType | None]) -> None:
+        super().__init__(plain.name, plain.path)
+        self._seal = seal
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        return self._seal(self.path) or super().get_code(fullname)
 
 
 def workspace_files(name: str, sources: Iterable[str]) -> Iterable[str]:

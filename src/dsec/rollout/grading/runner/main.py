@@ -14,16 +14,18 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2s
 from typing import Any, NamedTuple, NoReturn
 
 from .child import UNABLE, Ground, run
 from .guard import TAMPERED, Guard, Terrain, make_guard
 from .imports import installed
-from .marks import Canary, mark
+from .marks import Canary, mark, mark_helper
 
 VERDICT_FD = 3
 MAX_LINE = 7 * 1024 * 1024
 MAX_EVENTS = 64 << 20
+MAX_EVENT = 64 << 10
 MAX_OUTPUT = 256 << 20
 MAX_SIGNALS = 100
 MAX_REPORTS = 50_000
@@ -69,7 +71,7 @@ class Plan(NamedTuple):
     """What the parent knows of the tests: their trees, and the secrets by which their ends are known."""
 
     trees: dict[str, Any]  # by absolute path
-    words: dict[str, str]  # secret to the id's path
+    ends: dict[int, tuple[bytes, str]]  # by index: the secret of its end, its id's path
     paths: frozenset[str]  # of the ids whose ends are marked
     canaries: dict[str, Canary]
 
@@ -85,7 +87,7 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
     """Mark the files of the expected tests. `secrets` is filled by index."""
     dice = random.Random(os.urandom(16))
     trees: dict[str, Any] = {}
-    words: dict[str, str] = {}
+    ends: dict[int, tuple[bytes, str]] = {}
     paths: set[str] = set()
     canaries: dict[str, Canary] = {}
     files = sorted({one.partition("::")[0] for one in job["expected"]})
@@ -100,12 +102,11 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
             continue
         trees[path] = (marked.tree, source)
         for index, one in marked.paths.items():
-            word = os.urandom(16).hex()
-            secrets[index] = word.encode()
-            words[word] = one
+            secrets[index] = os.urandom(16)
+            ends[index] = (secrets[index], one)
             paths.add(one)
         canaries.update((canary.path, canary) for canary in marked.canaries)
-    return Plan(trees, words, frozenset(paths), canaries)
+    return Plan(trees, ends, frozenset(paths), canaries)
 
 
 def _share(files: int, done: int) -> int:
@@ -198,6 +199,33 @@ def wire(guard: Guard, plan: Plan) -> None:
     _watch_all(guard)
 
 
+def sealer(guard: Guard) -> Callable[[str], types.CodeType | None]:
+    """Code of a module that lies among the tests."""
+    import warnings
+
+    load = guard.load
+
+    def seal(path: str) -> types.CodeType | None:
+        with open(path, "rb") as file:
+            source = file.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return load(path, mark_helper(source, path), helper=True)
+
+    return seal
+
+
+def helper_folders(tests: Iterable[str], files: Iterable[str]) -> list[str]:
+    """Directories of tests: those that are collected, and around test files those that are called so."""
+    found = {f"{path}/" for path in tests if os.path.isdir(path)}
+    for path in files:
+        parts = path.split("/")
+        for at, part in enumerate(parts[:-1]):
+            if part in ("test", "tests", "testing"):
+                found.add("/".join(parts[: at + 1]) + "/")
+    return sorted(found)
+
+
 def _wire_unittest(guard: Guard) -> None:
     import unittest.case
 
@@ -264,7 +292,9 @@ class Seen:
         self.plan = plan
         self.expected = frozenset(job["expected"])
         self.reports: list[dict[str, Any]] = []
-        self.signals: dict[tuple[str, str], bool] = {}
+        self.signals: dict[tuple[str, str], None] = {}
+        self.void = ""
+        self._counts: dict[str, int] = {}
         self.code: int | None = None
         self.failure = ""
         self.output = bytearray()
@@ -272,13 +302,18 @@ class Seen:
         self.event_bytes = 0
         self.others_failed = False
         self._pending = b""
+        self._count = 0
         self._test: str | None = None
         self._began = 0.0
         self._ends: set[str] = set()
 
     def signal(self, name: str, detail: str, forged: bool = False) -> None:
-        if len(self.signals) < MAX_SIGNALS or forged:
-            self.signals.setdefault((name, detail[:1000]), forged)
+        """Of each name the first few; forged: no result can be believed any more."""
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        if forged and not self.void:
+            self.void = f"{name}: {detail[:800]}"
+        if count <= 3 and len(self.signals) < MAX_SIGNALS:
+            self.signals.setdefault((name, detail[:1000]))
 
     def printed(self, data: bytes) -> None:
         self.output_bytes += len(data)
@@ -290,7 +325,11 @@ class Seen:
     def events(self, data: bytes, now: float) -> None:
         self.event_bytes += len(data)
         *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > MAX_EVENT:
+            self.signal("malformed", f"{self._pending[:100]!r}... is nothing that the runner says", forged=True)
         for line in lines:
+            if self.void:
+                break
             try:
                 self._event(line[:1], line[1:].decode(), now)
             except (ValueError, KeyError, TypeError, IndexError):
@@ -303,7 +342,12 @@ class Seen:
             (self._test,) = json.loads(rest)
             self._began, self._ends = now, set()
         elif kind == b"T":
-            path = self.plan.words[rest]
+            index, count, signature = rest.split(" ")
+            key, path = self.plan.ends[int(index)]
+            genuine = blake2s(count.encode(), key=key, digest_size=8).hexdigest()
+            if signature != genuine or int(count) <= self._count:
+                raise ValueError(rest)
+            self._count = int(count)
             self._ends.add(path)
             if path in self.plan.canaries:
                 self.signal("canary", "a test that must fail reached its end", forged=True)
@@ -336,7 +380,7 @@ class Seen:
             self.others_failed |= outcome in ("failed", "error")
             return
         if outcome == "passed" and path in self.plan.paths and path not in self._ends:
-            self.signal("unproven", f"{test} was reported as passed, but its body never reached its end", forged=True)
+            self.signal("unproven", f"reported as passed, but never reached its end: {test}", forged=True)
             outcome = "failed"
         if outcome == "passed" and path not in self.plan.paths:
             self.signal("unmarked", f"{test}: not written as a function of its file; pytest's word counts alone")
@@ -432,8 +476,9 @@ def follow(seen: Seen, child: int, events: int, output: int, deadline: float, ki
             flood = seen.output_bytes > MAX_OUTPUT or seen.event_bytes > MAX_EVENTS
             if flood:
                 seen.signal("flood", f"{seen.output_bytes} bytes printed, {seen.event_bytes} of events: stopped")
-            if timed_out or flood or any(descriptor == ended for descriptor, _ in ready):
-                left = killer.strike() - int(timed_out or flood)
+            ended_itself = any(descriptor == ended for descriptor, _ in ready)
+            if timed_out or flood or seen.void or ended_itself:
+                left = killer.strike() - int(not ended_itself)
                 poll.unregister(ended)
         elif not ready:
             break
@@ -468,10 +513,17 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
     events, child_events = os.pipe()
     output, child_output = os.pipe()
     tests = [os.path.normpath(os.path.join(job["workdir"], path)) for path in job["tests"]]
+    folders = helper_folders(tests, plan.trees)
     own = frozenset(os.path.join(job["workdir"], path) for path in changed) if changed is not None else None
     terrain = Terrain(
         workdir=job["workdir"],
-        trusted=(*(f"{path}/" for path in (*stdlib, *site, *tests)), *tests, os.path.abspath(__file__), "<frozen "),
+        trusted=(
+            *(f"{path}/" for path in (*stdlib, *site, *tests)),
+            *folders,
+            *tests,
+            os.path.abspath(__file__),
+            "<frozen ",
+        ),
         stdlib=os.path.dirname(os.__file__),
         tests=frozenset(plan.trees),
         changed=own,
@@ -492,6 +544,8 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
         changed=own,
         env=job["env"],
         limits=job["limits"],
+        helpers=folders,
+        seal=sealer(guard),
         arguments=arguments(job),
         plugins=plugins,
     )
@@ -502,7 +556,7 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        plan.words.clear()
+        plan.ends.clear()
         job.clear()
         del seen, killer
         run(ground, guard, child_events, child_output)
@@ -521,9 +575,10 @@ def arguments(job: dict[str, Any]) -> list[str]:
 def verdict(job: dict[str, Any], seen: Seen, status: int, timed_out: bool, left: int, seconds: float) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
-    if code == TAMPERED and not any(seen.signals.values()):
-        seen.signal("tampered", "the process of the tests stopped itself", forged=True)
-    elif code != UNABLE and seen.code is None and not timed_out:
+    if code == TAMPERED:
+        if not seen.void:
+            seen.signal("tampered", "the process of the tests stopped itself", forged=True)
+    elif code != UNABLE and seen.code is None and not timed_out and not seen.void:
         seen.signal("early_exit", f"the tests' process ended before its tests had, with status {code}")
     if left:
         seen.signal("left_processes", f"{left} processes outlived the tests")
@@ -535,7 +590,7 @@ def verdict(job: dict[str, Any], seen: Seen, status: int, timed_out: bool, left:
         "reports": seen.reports,
         "status": code,
         "failure": seen.failure if code == UNABLE else "",
-        "void": "; ".join(f"{name}: {detail}" for (name, detail), forged in seen.signals.items() if forged)[:2000],
+        "void": seen.void,
         "timed_out": timed_out,
         "signals": [{"name": name, "detail": detail} for name, detail in seen.signals],
         "tail": seen.tail(),

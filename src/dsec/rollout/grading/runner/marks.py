@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CHECK = "\0dsec:check"
@@ -42,6 +43,14 @@ def mark(source: bytes, file: str, first: int, dice: random.Random, canaries: in
     tree.body.append(_at(ast.Expr(_call(SEAL, _globals())), tree.body[-1] if tree.body else None))
     ast.fix_missing_locations(tree)
     return Marked(tree, marker.paths, planted)
+
+
+def mark_helper(source: bytes, file: str) -> ast.Module:
+    """Of a module that tests import: it is only sealed, and its asserts are as they were."""
+    tree = ast.parse(source, filename=file)
+    tree.body.append(_at(ast.Expr(_call(SEAL, _globals())), tree.body[-1] if tree.body else None))
+    ast.fix_missing_locations(tree)
+    return tree
 
 
 def _plant(tree: ast.Module, file: str, dice: random.Random, count: int) -> tuple[Canary, ...]:
@@ -110,10 +119,11 @@ class _Marker(ast.NodeTransformer):
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
+        _check_each(node)
         if self._depth == 0 and node.name.startswith("test") and not _yields(node):
             number, self._next = self._next, self._next + 1
             self.paths[number] = "::".join((*self._path, node.name))
-            _Ends(number).finish(node)
+            _Ends(number, _untouched(node)).finish(node)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
@@ -143,11 +153,29 @@ def _weighed(value: ast.expr) -> ast.expr:
     return value
 
 
+def _check_each(node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    """A check before each statement that calls something, at the function's own level and in its `with` blocks."""
+    blocks: list[list[ast.stmt]] = [node.body]
+    while blocks:
+        block = blocks.pop()
+        for at in range(len(block) - 1, -1, -1):
+            statement = block[at]
+            if isinstance(statement, (ast.With, ast.AsyncWith)):
+                blocks.append(statement.body)
+            if isinstance(statement, (ast.Expr, ast.With, ast.AsyncWith)) and not _is_text(statement):
+                block.insert(at, _at(ast.Expr(_call(CHECK)), statement))
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 class _Ends(ast.NodeTransformer):
     """Marks every way out of one function that is no exception; functions inside it are others' business."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, given: Sequence[str]) -> None:
         self._number = number
+        self._given = given
 
     def finish(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         last = node.body[-1]
@@ -177,7 +205,16 @@ class _Ends(ast.NodeTransformer):
         return [keep, _at(self._end(), node), _at(ast.Return(ast.Name("@returned", ast.Load())), node)]
 
     def _end(self) -> ast.stmt:
-        return ast.Expr(_call(f"{END}{self._number}"))
+        pairs = [ast.Tuple([ast.Constant(name), ast.Name(name, ast.Load())], ast.Load()) for name in self._given]
+        return ast.Expr(_call(f"{END}{self._number}", ast.Tuple(list[ast.expr](pairs), ast.Load())))
+
+
+def _untouched(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The parameters of a test to which it never assigns, nor deletes them."""
+    names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if one.arg != "self"]
+    stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    other = {name for one in ast.walk(node) if isinstance(one, ast.ExceptHandler) and (name := one.name)}
+    return [name for name in names if name not in stored | other]
 
 
 def _yields(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
