@@ -1288,6 +1288,13 @@ class Job:
         """As `client.run_many`, in this job. What is over its limits fails, each with its own CapacityError."""
         return Burst._of(portal.call(lambda: self._inner.run_many(args, count=count, timeout=timeout)))
 
+    def rollout(self, name: str, args: DSecContainerRunArgs, *, timeout: float = 120, restart: bool = False) -> Rollout:
+        """As `client.rollout`, in this job: its sandbox is one of the job's, and its name one among the job's rollouts.
+
+        The job need not be held (`with`) here, only open: a worker drives rollouts of a job that its trainer holds.
+        """
+        return Rollout._of(portal.run(self._inner.rollout(name, args, timeout=timeout, restart=restart)))
+
     def sandboxes(self, *, states: Iterable[State | str] | None = None, usage: bool = False) -> Iterator[SandboxInfo]:
         """Its sandboxes, as `client.list` gives them."""
         return portal.iterate(portal.call(lambda: self._inner.sandboxes(states=states, usage=usage)))

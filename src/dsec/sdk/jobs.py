@@ -18,6 +18,7 @@ from dsec.protocol.specs import DSecContainerRunArgs, SandboxInfo, State
 from .bursts import Burst
 from .creation import Opening
 from .errors import Conflict, DSecError, InvalidRequest, NotFound
+from .rollout import RolloutOpening, opening
 from .transport import Transport, encode
 
 if TYPE_CHECKING:
@@ -112,6 +113,15 @@ class Job:
         """As `client.run_many`, in this job. What is over its limits fails, each with its own CapacityError."""
         items = [args] if isinstance(args, DSecContainerRunArgs) else list(args)
         return Burst(self._transport, items, count, timeout, self.name)
+
+    def rollout(
+        self, name: str, args: DSecContainerRunArgs, *, timeout: float = 120, restart: bool = False
+    ) -> RolloutOpening:
+        """As `client.rollout`, in this job: its sandbox is one of the job's, and its name one among the job's rollouts.
+
+        The job need not be held (`async with`) here, only open: a worker drives rollouts of a job that its trainer holds.
+        """
+        return opening(self._transport, self.name, name, args, timeout=timeout, restart=restart)
 
     async def sandboxes(
         self, *, states: Iterable[State | str] | None = None, usage: bool = False
