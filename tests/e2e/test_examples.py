@@ -19,6 +19,12 @@ SAID = {
     "inspect_eval.py": ["3: It has 3 lines.", "accuracy 1 over 8 samples"],
     "services.py": ["the model is http://model", "the agent answers: desserts, says the model", "the name is gone"],
     "sync_client.py": ["1\n2\n3\nexit code 0\n", "the command exited with 2", "write project/count.sh", "files=1"],
+    "worker_loop.py": [
+        "loop in the worker: the trainer was killed at turn",
+        "loop in the worker: 12 turns; 12 commands ran",
+        "loop in the trainer: 12 turns; 12 commands ran",
+        "the same trajectories",
+    ],
 }
 
 
