@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,3 +99,20 @@ async def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         await asyncio.sleep(0)
+
+
+REAL = os.pwrite
+
+
+class FullDisk:
+    """Takes so many bytes more, and then none; what fits of a write is written."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pwrite = room, REAL
+
+    def __call__(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = self.pwrite(fd, memoryview(data)[: self.room], offset)
+        self.room -= written
+        return written

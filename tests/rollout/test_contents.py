@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.rollout.contents import Output
 
-from .logs import ARGS, ID, asked, do, filled, opened, until, with_disk
+from .logs import ARGS, ID, REAL, FullDisk, asked, do, filled, opened, until, with_disk
 
 
 @settings(max_examples=100, deadline=None)
@@ -37,6 +37,24 @@ def test_an_output_is_what_was_written_up_to_its_bound(
         assert blob.data is None and output.path is not None and output.path.read_bytes() == whole[:kept]
     output.discard()
     assert output.path is None
+
+
+@pytest.mark.parametrize("room", [0, 1, 150, 299])
+def test_what_the_disk_refuses_is_not_in_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    for size in (50, 150):  # the first long piece is refused, or a later one
+        output = Output(tmp_path / str(size), 100, 10_000)
+        output.write(b"a" * size)
+        monkeypatch.setattr(os, "pwrite", FullDisk(room))
+        with pytest.raises(Fault) as full:
+            output.write(b"b" * 400)
+        monkeypatch.setattr(os, "pwrite", REAL)
+        assert full.value.body.kind is ErrorKind.NO_SPACE
+        blob = output.blob()
+        assert (blob.size, blob.total) == (size, size)
+        held = output.path.read_bytes() if output.path else blob.data
+        assert held == b"a" * size and blob.digest == blake3(held).hexdigest()
+        output.write(b"c" * 400)
+        assert output.path is not None and output.path.read_bytes() == b"a" * size + b"c" * 400
 
 
 async def test_a_gigabyte_is_counted_and_a_part_of_it_kept(tmp_path: Path) -> None:

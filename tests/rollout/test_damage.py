@@ -17,7 +17,7 @@ from dsec.protocol.rollouts import StepRecord
 from dsec.rollout.records import MAGIC
 from dsec.rollout.trajectory import TrajectoryStore
 
-from .logs import ARGS, ID, asked, do, filled, opened, told
+from .logs import ARGS, ID, REAL, FullDisk, asked, do, filled, opened, told
 
 
 def copied(root: Path, to: Path, data: bytes) -> Path:
@@ -166,23 +166,6 @@ async def test_records_from_elsewhere_break_the_chain(tmp_path: Path) -> None:
     store = opened(tmp_path / "a")
     assert (await store.verify(ID)).problems == ()
     store.close()
-
-
-REAL = os.pwrite
-
-
-class FullDisk:
-    """Takes so many bytes more, and then none; what fits of a write is written."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.pwrite = room, REAL
-
-    def __call__(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        written = self.pwrite(fd, memoryview(data)[: self.room], offset)
-        self.room -= written
-        return written
 
 
 async def test_a_full_disk_at_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
