@@ -31,6 +31,7 @@ def test_an_output_is_what_was_written_up_to_its_bound(
     kept = min(len(whole), keep)
     assert blob.total == len(whole) and blob.size == kept
     assert blob.digest == blake3(whole[:kept] if keep else whole).hexdigest()
+    assert blob.whole == (blake3(whole).hexdigest() if 0 < keep < len(whole) else "")
     if keep and kept <= inline:
         assert blob.data == whole[:kept] and output.path is None
     elif keep:

@@ -111,7 +111,11 @@ def _json(value: object) -> str:
 
 def _contents(step: StepRecord, name: str, one: Blob | None, other: Blob | None) -> Iterator[Difference]:
     """By digest and true size; where both are at hand and text, the first line that differs is shown."""
-    if one is not None and other is not None and (one.digest, one.total) == (other.digest, other.total):
+    if (
+        one is not None
+        and other is not None
+        and (one.digest, one.total, one.whole) == (other.digest, other.total, other.whole)
+    ):
         return
     lines = _first_lines(one, other)
     if lines is not None:

@@ -48,13 +48,14 @@ def step_ref(text: str) -> StepRef:
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes that a step gave or took, by content. digest: blake3 of what is kept; size: bytes kept; total: true size.
 
-    A content of which nothing is kept has size 0 and the digest of the whole. data: the bytes, where they are short enough to
-    travel with the record; the rest is asked for by digest.
+    A content of which nothing is kept has size 0 and the digest of the whole; of one that is kept in part, whole is the digest
+    of all. data: the bytes, where they are short enough to travel with the record; the rest is asked for by digest.
     """
 
     digest: str
     size: int
     total: int
+    whole: str = ""
     data: bytes | None = None
 
 

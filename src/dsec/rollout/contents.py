@@ -22,16 +22,18 @@ TEMPORARY = ".new-"
 class Output:
     """Collects one stream of a step: memory up to `inline` bytes, then a file, `keep` bytes at most; `total` counts on.
 
-    Memory stays bounded whatever is written. With keep 0 nothing is kept, and the digest is that of the whole.
+    Memory stays bounded whatever is written. With keep 0 nothing is kept, and the digest is that of the whole. Of what is not
+    kept to its end, there is the digest of all, too.
     """
 
-    __slots__ = ("_blobs", "_hash", "_held", "_inline", "_keep", "_path", "size", "total")
+    __slots__ = ("_blobs", "_hash", "_held", "_inline", "_keep", "_path", "_whole", "size", "total")
 
     def __init__(self, blobs: Path, inline: int, keep: int) -> None:
         self._blobs, self._inline, self._keep = blobs, min(inline, keep), keep
         self._held = bytearray()
         self._path: Path | None = None
         self._hash: blake3 | None = None
+        self._whole: blake3 | None = None
         self.size = 0
         """Bytes kept."""
         self.total = 0
@@ -47,7 +49,15 @@ class Output:
             else:
                 self._spill(kept)
             self.size += len(kept)
+        if self._keep and len(rest := memoryview(data)[len(kept) :]):
+            self._beyond(rest)
         self.total += len(data)
+
+    def _beyond(self, rest: memoryview) -> None:
+        """What is not kept counts in the digest of all."""
+        if self._whole is None:
+            self._whole = blake3(self._held) if self._hash is None else self._hash.copy()
+        self._whole.update(rest)
 
     def _digest(self, data: bytes | bytearray | memoryview) -> None:
         if self._hash is None:
@@ -78,10 +88,12 @@ class Output:
 
     def blob(self) -> Blob:
         """As it is now."""
+        whole = "" if self._whole is None else self._whole.hexdigest()
         if self._path is None and self._keep:
-            return Blob(digest=blake3(self._held).hexdigest(), size=self.size, total=self.total, data=bytes(self._held))
+            digest, data = blake3(self._held).hexdigest(), bytes(self._held)
+            return Blob(digest=digest, size=self.size, total=self.total, whole=whole, data=data)
         digest = (self._hash or blake3()).hexdigest()
-        return Blob(digest=digest, size=self.size, total=self.total)
+        return Blob(digest=digest, size=self.size, total=self.total, whole=whole)
 
     def named(self, path: Path) -> bool:
         """Its file gets the name of its content; False when that is there already, or it has it."""

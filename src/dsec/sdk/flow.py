@@ -139,7 +139,7 @@ async def _read_again(steps: Steps, record: StepRecord, blob: Blob, flow: Flow) 
     if not check.holds():
         error = ReplayDivergence(
             f"{what}, and read again they are not the same: {check.size} bytes, blake3 {check.found()[:16]}... "
-            f"where {blob.total} bytes, {blob.digest[:16]}... were recorded",
+            f"where {blob.total} bytes, {(blob.whole or blob.digest)[:16]}... were recorded",
             hint="it was changed by a later step or from outside; replay cannot go on from here",
             details={"step": record.step, "rollout": steps.info.id, "recorded": bytes(record.request).decode()[:2000]},
         )
@@ -148,24 +148,19 @@ async def _read_again(steps: Steps, record: StepRecord, blob: Blob, flow: Flow) 
 
 
 class _Check:
-    """Whether a content is the recorded one, whose digest is that of its kept beginning, or where nothing is kept, of all."""
+    """Whether a content is the recorded one."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob = blob
         self._hasher = blake3()
-        self._kept = ""
         self.size = 0
 
     def take(self, piece: bytes) -> None:
-        most = self._blob.size - self.size
-        if self._blob.size and not self._kept and len(piece) >= most:
-            self._kept = self._hasher.update(piece[:most]).hexdigest()
-        elif not self._kept:
-            self._hasher.update(piece)
+        self._hasher.update(piece)
         self.size += len(piece)
 
     def found(self) -> str:
-        return self._kept or self._hasher.hexdigest()
+        return self._hasher.hexdigest()
 
     def holds(self) -> bool:
-        return self.size == self._blob.total and self.found() == self._blob.digest
+        return self.size == self._blob.total and self.found() == (self._blob.whole or self._blob.digest)
