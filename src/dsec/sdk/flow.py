@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -15,6 +15,7 @@ from .errors import ConnectionLost, DSecError, ReplayDivergence, TooLarge
 from .steps import Patience, Request, Steps, given, refused
 from .transport import Target
 
+T = TypeVar("T")
 _AHEAD = 16  # pieces that wait for their reader
 
 
@@ -30,21 +31,21 @@ class Flow:
     most: int | None = None
 
 
-def whole(steps: Steps, flow: Flow) -> Coroutine[Any, Any, bytes]:
-    """The next step's content as one."""
+def whole(steps: Steps, flow: Flow, then: Callable[[bytes], T]) -> Coroutine[Any, Any, T]:
+    """What `then` makes of the next step's content."""
     number = steps.next()
     record = steps.replay.take_held(number)
     if record is None:
-        return steps.begun(_joined(of_step(steps, number, flow)))
+        return steps.begun(_joined(of_step(steps, number, flow), then))
     blob = record.outputs.get("data")
     if record.error is not None or blob is None or blob.data is None or blob.size != blob.total:
-        return steps.begun(_joined(of_step(steps, number, flow, record)))
+        return steps.begun(_joined(of_step(steps, number, flow, record), then))
     try:
         steps.compare(record, flow.request)
         steps.answers(record)
-    except DSecError as error:
+        return given(number, then(blob.data))
+    except (DSecError, ValueError) as error:  # undecodable text, too
         return refused(error)
-    return given(number, blob.data)
 
 
 def pieces(steps: Steps, flow: Flow) -> AsyncIterator[bytes]:
@@ -56,8 +57,8 @@ def pieces(steps: Steps, flow: Flow) -> AsyncIterator[bytes]:
     return _drained(queue, task)
 
 
-async def _joined(source: AsyncIterator[bytes]) -> bytes:
-    return b"".join([piece async for piece in source])
+async def _joined(source: AsyncIterator[bytes], then: Callable[[bytes], T]) -> T:
+    return then(b"".join([piece async for piece in source]))
 
 
 async def _pump(source: AsyncIterator[bytes], queue: asyncio.Queue[bytes]) -> None:

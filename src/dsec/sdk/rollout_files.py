@@ -53,13 +53,14 @@ class RolloutFiles(Files):
 
         Contents too long for the log are read once more on replay; ReplayDivergence when they are not the same then.
         """
-        return flow.whole(self._steps, self._contents(path, offset, length, user, MAX_READ))
+        return flow.whole(self._steps, self._contents(path, offset, length, user, MAX_READ), lambda data: data)
 
     def read_text(
         self, path: RemotePath, *, encoding: str = "utf-8", errors: str = "strict", user: str | None = None
     ) -> Coroutine[Any, Any, str]:
         """Contents as text."""
-        return _decoded(self.read(path, user=user), encoding, errors)
+        contents = self._contents(path, 0, None, user, MAX_READ)
+        return flow.whole(self._steps, contents, lambda data: data.decode(encoding, errors))
 
     def stream(
         self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
@@ -117,7 +118,13 @@ class RolloutFiles(Files):
 
     def exists(self, path: RemotePath, *, user: str | None = None) -> Coroutine[Any, Any, bool]:
         """Whether something is there (a dangling symlink is not)."""
-        return _is_there(self.stat(path, user=user))
+        request = request_of("fs.stat", {"path": _path(path), "follow": True, "user": user})
+
+        async def live(target: Target) -> bool:
+            await self._at(target).stat(path, user=user)
+            return True
+
+        return self._steps.step(lambda _: Asked(request, live, lambda *_: True, _not_there))
 
     def mkdir(
         self, path: RemotePath, *, mode: int = 0o755, parents: bool = True, user: str | None = None
@@ -231,13 +238,7 @@ def _entries(record: StepRecord, contents: Contents) -> list[FileInfo]:
     return records_of(record, contents, FileInfo)
 
 
-async def _decoded(reading: Coroutine[Any, Any, bytes], encoding: str, errors: str) -> str:
-    return (await reading).decode(encoding, errors)
-
-
-async def _is_there(looking: Coroutine[Any, Any, FileInfo]) -> bool:
-    try:
-        await looking
-    except (FileMissing, NotADirectory):
+def _not_there(error: DSecError) -> bool:
+    if isinstance(error, FileMissing | NotADirectory):
         return False
-    return True
+    raise error

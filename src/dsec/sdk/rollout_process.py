@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from dsec.protocol.signals import signal_number
 from dsec.protocol.specs import ExecDone, ExecReply, PtySize
 
 from .commands import WAIT_S, ExecBody, body_of, cells, run, source_of, text_or_bytes
-from .errors import InvalidRequest, NotFound, Unsupported, from_body
+from .errors import DSecError, InvalidRequest, NotFound, Unsupported, from_body
 from .process import Process
 from .replay import Contents
 from .results import Event, ExecResult, Exit, Stderr, Stdout, exec_result
@@ -42,25 +41,27 @@ def command(
     """The next step runs a command. make: what is asked, by the whole stdin."""
     source = source_of(stdin)
     if source is None or isinstance(source, bytes):
-        return checked(steps.step(lambda number: _command(steps, number, make(source), source)), check)
+        return steps.step(lambda number: _command(steps, number, make(source), source, check))
     within(make(b""))  # what cannot be asked for is no step
     pieces = source
 
     async def read(number: int) -> Asked[ExecResult]:
         data = (await spool(pieces)).whole()
-        return _command(steps, number, make(data), data)
+        return _command(steps, number, make(data), data, check)
 
-    return checked(steps.later(read), check)
+    return steps.later(read)
 
 
-def _command(steps: Steps, number: int, asked: ExecBody, stdin: bytes | None) -> Asked[ExecResult]:
+def _command(steps: Steps, number: int, asked: ExecBody, stdin: bytes | None, check: bool) -> Asked[ExecResult]:
     body = within(named(asked, number, stdin))
 
     async def live(target: Target) -> ExecResult:
-        return msgspec.structs.replace(await run(steps.transport, target, body, stdin), step=number)
+        result = msgspec.structs.replace(await run(steps.transport, target, body, stdin), step=number)
+        return result.check() if check else result
 
     def recorded(record: StepRecord, contents: Contents) -> ExecResult:
-        return _replayed(record, contents, body.max_output_bytes)
+        result = _replayed(record, contents, body.max_output_bytes)
+        return result.check() if check else result
 
     return Asked(request_of("exec", msgspec.structs.asdict(body)), live, recorded)
 
@@ -94,12 +95,6 @@ def _replayed(record: StepRecord, contents: Contents, most: int = KEPT) -> ExecR
     return msgspec.structs.replace(result, step=record.step, replayed=True)
 
 
-async def checked(running: Coroutine[Any, Any, ExecResult], check: bool) -> ExecResult:
-    """Itself, or CommandFailed."""
-    result = await running
-    return result.check() if check else result
-
-
 def nothing(_: StepRecord, __: Contents) -> None:
     """Of a step that returns nothing."""
 
@@ -118,7 +113,7 @@ class RolloutProcess(Process):
 
     def wait(self, *, check: bool = False) -> Coroutine[Any, Any, ExecResult]:
         """Its end with all output kept of it. May be called again: another step."""
-        return checked(self._steps.step(self._waiting), check)
+        return self._steps.step(lambda number: self._waiting(number, check))
 
     def events(self, *, cursor: int = 0) -> AsyncIterator[Event]:
         """Stdout and Stderr as they come, then Exit. A step from the moment it is called, whether it is read or not."""
@@ -146,11 +141,16 @@ class RolloutProcess(Process):
             result = await ending
         yield Exit(msgspec.structs.replace(result, stdout=b"", stderr=b""))
 
-    def _waiting(self, number: int) -> Asked[ExecResult]:
+    def _waiting(self, number: int, check: bool = False) -> Asked[ExecResult]:
         async def live(target: Target) -> ExecResult:
-            return msgspec.structs.replace(await self._ended(target), step=number)
+            result = msgspec.structs.replace(await self._ended(target), step=number)
+            return result.check() if check else result
 
-        return Asked(request_of("exec.wait", {"exec_id": self.exec_id}), live, _replayed)
+        def recorded(record: StepRecord, contents: Contents) -> ExecResult:
+            result = _replayed(record, contents)
+            return result.check() if check else result
+
+        return Asked(request_of("exec.wait", {"exec_id": self.exec_id}), live, recorded)
 
     async def _ended(self, target: Target) -> ExecResult:
         """Asks until it has ended."""
@@ -178,7 +178,7 @@ class RolloutProcess(Process):
         if len(pieces) == 1:
             return self._steps.step(lambda _: self._writing(whole))
         self._steps.check()
-        return _all(self._steps.series([self._writing(piece) for piece in pieces]))
+        return self._steps.series([self._writing(piece) for piece in pieces])
 
     def _writing(self, piece: bytes) -> Asked[None]:
         offset, self._written = self._written, self._written + len(piece)
@@ -224,10 +224,6 @@ class RolloutProcess(Process):
 
         request = request_of(kind, {"exec_id": self.exec_id, **params})
         return self._steps.step(lambda _: Asked(request, live, nothing))
-
-
-async def _all(steps: Coroutine[Any, Any, list[None]]) -> None:
-    await steps
 
 
 class RolloutSession(Session):
@@ -276,14 +272,20 @@ class RolloutSession(Session):
 
     def close(self) -> Coroutine[Any, Any, None]:
         """Ends its shell and everything started in it; returns when that is gone. Idempotent."""
-        return _unless_gone(self._asked("session.close", Session.close, nothing))
+        return self._asked("session.close", Session.close, nothing, _gone_is_fine)
 
     def _asked(
-        self, kind: str, ask: Callable[[Session], Awaitable[T]], recorded: Callable[[StepRecord, Contents], T]
+        self,
+        kind: str,
+        ask: Callable[[Session], Awaitable[T]],
+        recorded: Callable[[StepRecord, Contents], T],
+        otherwise: Callable[[DSecError], T] | None = None,
     ) -> Coroutine[Any, Any, T]:
         request = request_of(kind, {"name": self.name})
         return self._steps.step(
-            lambda _: Asked(request, lambda target: ask(Session(self._transport, target, self.name)), recorded)
+            lambda _: Asked(
+                request, lambda target: ask(Session(self._transport, target, self.name)), recorded, otherwise
+            )
         )
 
 
@@ -297,6 +299,6 @@ def no_exec_id(exec_id: str | None) -> None:
         raise InvalidRequest(f"exec_id={exec_id!r}: a step of a rollout has an id of its own", hint="leave it out")
 
 
-async def _unless_gone(closing: Coroutine[Any, Any, None]) -> None:
-    with suppress(NotFound):
-        await closing
+def _gone_is_fine(error: DSecError) -> None:
+    if not isinstance(error, NotFound):
+        raise error

@@ -55,11 +55,16 @@ def request_of(kind: str, params: Mapping[str, object]) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[T]):
-    """A request that becomes a step. live: asks the service, as often as need be; recorded: the result that the log has."""
+    """A request that becomes a step.
+
+    live: asks the service, as often as need be; recorded: the result that the log has; otherwise: what an error means, which it
+    raises when it means nothing else.
+    """
 
     request: Request
     live: Callable[[Target], Awaitable[T]]
     recorded: Callable[[StepRecord, Contents], T]
+    otherwise: Callable[[DSecError], T] | None = None
 
 
 class Steps:
@@ -129,22 +134,20 @@ class Steps:
         number = self.next()
         return self.begun(self._made(number, make(number)))
 
-    def series(self, asked: Sequence[Asked[T]]) -> Coroutine[Any, Any, list[T]]:
+    def series(self, asked: Sequence[Asked[None]]) -> Coroutine[Any, Any, None]:
         """The next steps, each begun when the one before is over. All of them are made, whatever comes of one."""
         numbered = [(self.next(), one) for one in asked]
         return self.begun(self._in_turn(numbered))
 
-    async def _in_turn(self, numbered: Sequence[tuple[int, Asked[T]]]) -> list[T]:
-        found: list[T] = []
+    async def _in_turn(self, numbered: Sequence[tuple[int, Asked[None]]]) -> None:
         failed: DSecError | None = None
         for number, asked in numbered:
             try:
-                found.append(await self._run(number, asked))
+                await self._run(number, asked)
             except DSecError as error:
                 failed = failed or error
         if failed is not None:
             raise failed
-        return found
 
     async def _made(self, number: int, making: Awaitable[Asked[T]]) -> T:
         try:
@@ -198,7 +201,12 @@ class Steps:
         return self._answer(record, asked, await self.replay.contents(record.outputs))
 
     def _answer(self, record: StepRecord, asked: Asked[T], contents: Contents) -> T:
-        self.answers(record)
+        try:
+            self.answers(record)
+        except DSecError as error:
+            if asked.otherwise is None:
+                raise
+            return asked.otherwise(error)
         return asked.recorded(record, contents)
 
     def answers(self, record: StepRecord) -> None:
@@ -233,7 +241,10 @@ class Steps:
             except ConnectionLost as error:
                 await patience.wait(error)
             except DSecError as error:
-                raise self.seen(number, error) from error.__cause__
+                seen = self.seen(number, error)
+                if asked.otherwise is None:
+                    raise seen from error.__cause__
+                return asked.otherwise(seen)
 
     async def live(self, number: int, request: Request) -> Target:
         """How to ask for it, when every recorded step before it has been found to be the same."""
@@ -357,7 +368,7 @@ async def given(number: int, value: T) -> T:
     return value
 
 
-async def refused(error: DSecError) -> NoReturn:
+async def refused(error: Exception) -> NoReturn:
     """The same of an error."""
     raise error
 
