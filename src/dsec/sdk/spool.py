@@ -10,7 +10,6 @@ import os
 import stat
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
-from typing import IO
 
 from blake3 import blake3
 
@@ -28,10 +27,25 @@ def content_of(data: bytes) -> Content:
 class Spooled:
     """Bytes that can be read again and again. Closed when nobody has it any more."""
 
-    def __init__(self, file: IO[bytes], digest: str, size: int) -> None:
-        self._file = file
-        self.size = size
-        self.content: Content = {"blake3": digest, "size": size}
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 - it lives as long as this
+        self._hasher = blake3()
+        self.size = 0
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    @property
+    def content(self) -> Content:
+        return {"blake3": self._hasher.hexdigest(), "size": self.size}
+
+    async def append(self, data: bytes) -> None:
+        self._hasher.update(data)
+        self.size += len(data)
+        if self.size > _IN_MEMORY:
+            await asyncio.to_thread(self._file.write, data)
+        else:
+            self._file.write(data)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """All of it. One reader at a time."""
@@ -46,17 +60,10 @@ class Spooled:
 
 async def spool(source: AsyncIterable[bytes]) -> Spooled:
     """Reads it to its end."""
-    file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 - it lives as long as what is made of it
-    hasher, size = blake3(), 0
+    spooled = Spooled()
     async for piece in source:
-        data = bytes(piece)
-        hasher.update(data)
-        size += len(data)
-        if size > _IN_MEMORY:
-            await asyncio.to_thread(file.write, data)
-        else:
-            file.write(data)
-    return Spooled(file, hasher.hexdigest(), size)
+        await spooled.append(bytes(piece))
+    return spooled
 
 
 def digest_of_file(path: bytes) -> tuple[str, int, int]:
