@@ -18,6 +18,7 @@ from dsec.cli import (
     layer,
     network,
     platform,
+    rollouts,
     run,
     sandboxes,
     top,
@@ -36,6 +37,7 @@ app = typer.Typer(
 for group in (platform, doctor, run, sandboxes, top, network, copy, forward, demo, bench, version):
     group.register(app)
 app.add_typer(jobs.app, name="job")
+app.add_typer(rollouts.app, name="rollout")
 app.add_typer(layer.app, name="layer")
 app.add_typer(key.app, name="key")
 
