@@ -1,7 +1,7 @@
 """Patterns over paths as `sandbox.changes` has them: `*` and `?` within a name, `[a-z]`, `**` for any number of directories.
 
-Bytes throughout, exact; `dir/**` names `dir` too. Which names of a pattern may come next is worked out name by name, so a
-hostile path costs no more than its length, and what is known of its directory is kept for its neighbours.
+Bytes throughout, exact; `dir/**` names `dir` too. Which names of a pattern may come next is worked out name by name, so that
+a hostile path costs no more than its length, and files of one directory share what is known of it.
 """
 
 from __future__ import annotations
@@ -9,39 +9,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import translate
+from functools import reduce
 
 _ANY = b"**"
-_KEPT = 64  # directories whose state is kept: those on the way to where a walk is
+
+State = tuple[frozenset[int], ...]
+"""Where in each pattern a walk along a directory's path may be."""
 
 
 class Globs:
-    """Any of some patterns."""
+    """Any of some patterns. A leading slash means nothing."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [[_name(part) for part in _parts(pattern.encode())] for pattern in patterns]
-        self._start = tuple(_skipped(pattern, frozenset((0,))) for pattern in self._patterns)
-        self._known: dict[bytes, tuple[frozenset[int], ...]] = {}
+        self.root: State = tuple(_skipped(pattern, frozenset((0,))) for pattern in self._patterns)
+
+    def below(self, state: State, name: bytes) -> State:
+        """One name further down."""
+        return tuple(_step(pattern, at, name) for pattern, at in zip(self._patterns, state, strict=True))
+
+    def ends(self, state: State) -> bool:
+        """Whether one of them names what the walk has come to."""
+        return any(len(pattern) in at for pattern, at in zip(self._patterns, state, strict=True))
 
     def match(self, path: bytes) -> bool:
-        """Whether one of them names this path. A leading slash means nothing."""
-        after = self._after(b"/".join(_parts(path)))
-        return any(len(pattern) in state for pattern, state in zip(self._patterns, after, strict=True))
-
-    def _after(self, path: bytes) -> tuple[frozenset[int], ...]:
-        """Where in each pattern a walk along the path may be."""
-        directory, slash, name = path.rpartition(b"/")
-        if not slash:
-            return self._start if not path else self._next(self._start, name)
-        state = self._known.get(directory)
-        if state is None:
-            state = self._after(directory)
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[directory] = state
-        return self._next(state, name)
-
-    def _next(self, states: tuple[frozenset[int], ...], name: bytes) -> tuple[frozenset[int], ...]:
-        return tuple(_step(pattern, state, name) for pattern, state in zip(self._patterns, states, strict=True))
+        """Whether one of them names this path."""
+        return self.ends(reduce(self.below, _parts(path), self.root))
 
 
 _Name = re.Pattern[str] | None  # None: `**`

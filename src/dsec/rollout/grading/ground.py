@@ -41,14 +41,14 @@ class Owned:
         self._sorted = sorted(set(paths))
         self._folded = frozenset(map(folded, self._sorted))
 
+    def is_one(self, path: bytes) -> bool:
+        """One of them, or one that differs from such only in case or normalisation."""
+        return bool(self._sorted) and folded(path) in self._folded
+
     def has(self, path: bytes) -> bool:
-        """One of them, or below one, or one that differs from such only in case or normalisation."""
-        if not self._sorted:
-            return False
-        text = folded(path)
-        return text in self._folded or any(
-            letter == "/" and text[:at] in self._folded for at, letter in enumerate(text)
-        )
+        """The same, or below such a one."""
+        parts = path.split(b"/")
+        return any(self.is_one(b"/".join(parts[: at + 1])) for at in range(len(parts)))
 
     def below(self, directory: bytes) -> list[bytes]:
         prefix = directory + b"/"

@@ -31,7 +31,7 @@ def read(data: bytes) -> tuple[Report, ...]:
         parser.Parse(data, True)
     except expat.ExpatError as error:
         raise Unreadable(f"the report is no XML: {error}") from None
-    except (ValueError, UnicodeError) as error:  # an encoding that there is not
+    except (ValueError, LookupError) as error:  # of an encoding, which may be one that there is not
         raise Unreadable(f"the report is no text: {error}") from None
     if not reader.is_junit:
         raise Unreadable("the report has no <testsuite>")

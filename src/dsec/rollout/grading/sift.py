@@ -15,7 +15,7 @@ from dsec.protocol.grading import Dropped, DropReason, Signal
 from dsec.protocol.specs import Change, ChangeKind
 
 from . import names
-from .globs import Globs
+from .globs import Globs, State
 from .ground import Ground
 
 MAX_KEPT = 200_000
@@ -23,6 +23,7 @@ MAX_BYTES = 256 * 1024 * 1024
 """Of the contents of what is kept."""
 MAX_LISTED = 1_000
 _RESERVED = b".wh."
+_REMEMBERED = 4096
 
 
 class Sifted(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +40,29 @@ class Sifted(msgspec.Struct, frozen=True, kw_only=True):
     written: tuple[bytes, ...] = ()
 
 
+class _Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a directory's path says of everything in it. included, excluded: how far the globs have come."""
+
+    included: State
+    excluded: State
+    why: DropReason | None = None
+    has_programs: bool = False
+    is_inside: bool = False
+    is_owned: bool = False
+    is_imported: bool = False
+    shadows: bool = False
+
+
 class Sift:
     """include, exclude: globs below the workdir."""
 
-    def __init__(self, ground: Ground, include: Iterable[str], exclude: Iterable[str] = ()) -> None:
+    def __init__(
+        self, ground: Ground, include: Iterable[str], exclude: Iterable[str] = (), most: int = MAX_KEPT
+    ) -> None:
         self._ground = ground
+        self._most = most
         self._include, self._exclude = Globs(include), Globs(exclude)
-        self._depth = len(ground.workdir.split(b"/")) if ground.workdir else 0
+        self._places: dict[bytes, _Place] = {}
         self._kept = self._bytes = self._dropped = 0
         self._digests: list[bytes] = []
         self._suspicious: list[Dropped] = []
@@ -84,27 +101,71 @@ class Sift:
 
     def _why(self, path: bytes, change: Change) -> DropReason | None:
         """By what the path says. The more telling reason comes first."""
-        parts = path.split(b"/")
-        if any(names.is_git(part) for part in parts):
-            return DropReason.GIT
-        for at, part in enumerate(parts):
-            why = names.special(part)
-            is_last = at == len(parts) - 1
-            if why is not None and (is_last or why not in (DropReason.TEST_CONFIG, DropReason.COMPILED)):
-                return why
-        parent = b"/".join(parts[:-1])
-        if parent in self._ground.path:
-            return DropReason.ON_PATH
-        inside = self._inside(path)
-        if inside is None:
-            return _outside(path)
-        if any(part.startswith(_RESERVED) for part in parts):
+        parent, _, name = path.rpartition(b"/")
+        place = self._place(parent)
+        if name in (b"", b".", b".."):
             return DropReason.RESERVED
-        if self._ground.owned.has(path):
+        if place.why is not None:
+            return place.why
+        if names.is_git(name):
+            return DropReason.GIT
+        if (why := names.special(name)) is not None:
+            return why
+        if place.has_programs:
+            return DropReason.ON_PATH
+        if not place.is_inside:
+            return _outside(path)
+        if name.startswith(_RESERVED):
+            return DropReason.RESERVED
+        if place.is_owned or self._ground.owned.is_one(path):
             return DropReason.TESTS
-        if not self._include.match(inside) or self._exclude.match(inside):
+        if not self._include.ends(self._include.below(place.included, name)):
             return DropReason.NOT_INCLUDED
-        return DropReason.SHADOWS if self._shadows(parts, change) else None
+        if self._exclude.ends(self._exclude.below(place.excluded, name)):
+            return DropReason.NOT_INCLUDED
+        shadows = place.shadows or (place.is_imported and self._shadows(parent, name))
+        return DropReason.SHADOWS if shadows and change.kind is not ChangeKind.DELETE else None
+
+    def _place(self, directory: bytes) -> _Place:
+        """What a directory says of all that is in it; remembered, since changes come directory by directory."""
+        known = self._places.get(directory)
+        if known is None:
+            if len(self._places) >= _REMEMBERED:
+                self._places.clear()
+            known = self._places[directory] = self._look_around(directory)
+        return known
+
+    def _look_around(self, directory: bytes) -> _Place:
+        ground = self._ground
+        if not directory:
+            above = _Place(included=self._include.root, excluded=self._exclude.root)
+            return msgspec.structs.replace(above, is_inside=not ground.workdir)
+        parent, _, name = directory.rpartition(b"/")
+        around = self._place(parent)
+        why = around.why
+        if why is None:
+            why = _why_below(name)
+        place = _Place(
+            why=why,
+            has_programs=directory in ground.path,
+            is_inside=around.is_inside or directory == ground.workdir,
+            is_owned=around.is_owned or ground.owned.is_one(directory),
+            is_imported=directory in ground.imports,
+            shadows=around.shadows or (around.is_imported and self._shadows(parent, name)),
+            included=around.included,
+            excluded=around.excluded,
+        )
+        if not around.is_inside:
+            return place
+        included, excluded = self._include.below(place.included, name), self._exclude.below(place.excluded, name)
+        return msgspec.structs.replace(place, included=included, excluded=excluded)
+
+    def _shadows(self, directory: bytes, name: bytes) -> bool:
+        """Whether it would be a module that the layers do not have there but somewhere else, for others to import."""
+        module = names.module(name)
+        if module not in names.IMPORTED and module not in self._ground.installed:
+            return False
+        return directory + b"/" + name not in self._ground.entries
 
     def _why_not_this(self, path: bytes, change: Change) -> DropReason | None:
         """By what is there, although its path is one that counts."""
@@ -129,23 +190,12 @@ class Sift:
             return path
         return path[len(work) + 1 :] if path.startswith(work + b"/") else None
 
-    def _shadows(self, parts: list[bytes], change: Change) -> bool:
-        """Whether it is, or lies in, a module that the layers do not have there but somewhere else, for others to import."""
-        for at in range(max(self._depth, 1), len(parts)):
-            directory = b"/".join(parts[:at])
-            if directory not in self._ground.imports or directory + b"/" + parts[at] in self._ground.entries:
-                continue
-            name = names.module(parts[at])
-            if name in names.IMPORTED or name in self._ground.installed:
-                return change.kind is not ChangeKind.DELETE
-        return False
-
     # -- keeping --
 
     def _keep(self, path: bytes, change: Change) -> Change | None:
         size = len(change.data or b"")
-        if self._kept >= MAX_KEPT or self._bytes + size > MAX_BYTES:
-            what = f"{MAX_KEPT:,} changes" if self._kept >= MAX_KEPT else f"{MAX_BYTES >> 20} MiB"
+        if self._kept >= self._most or self._bytes + size > MAX_BYTES:
+            what = f"{self._most:,} changes" if self._kept >= self._most else f"{MAX_BYTES >> 20} MiB"
             self._too_large = self._too_large or f"more than {what} would count"
             return None
         self._kept += 1
@@ -221,6 +271,16 @@ class Sift:
         self._noted[name] = first, count + 1
 
 
+def _why_below(name: bytes) -> DropReason | None:
+    """What a directory's own name says of all that is in it."""
+    if name in (b"", b".", b"..") or name.startswith(_RESERVED):
+        return DropReason.RESERVED
+    if names.is_git(name):
+        return DropReason.GIT
+    why = names.special(name)
+    return None if why is DropReason.COMPILED else why
+
+
 def _outside(path: bytes) -> DropReason:
     if path.startswith(names.SHELL_DIRECTORIES) or path in (b"etc/profile", b"etc/environment", b"etc/bash.bashrc"):
         return DropReason.SHELL
@@ -228,9 +288,9 @@ def _outside(path: bytes) -> DropReason:
 
 
 def _digest(change: Change) -> bytes:
-    content = blake3(change.data or b"").digest()
-    head = f"{change.kind.value} {change.mode:o} {change.opaque} {len(change.path)} ".encode()
-    return blake3(head + change.path + content).digest()
+    data = change.data or b""
+    head = f"{change.kind.value} {change.mode:o} {change.opaque} {len(change.path)} {len(data)} ".encode()
+    return blake3(head + change.path + data).digest()
 
 
 def _and_more(first: str, count: int) -> str:
