@@ -26,6 +26,7 @@ async def test_nothing_runs_and_nothing_changes_any_more(agent: dsec.Sandbox) ->
     process = await agent.start("trap '' TERM INT; while :; do echo x >> /workspace/other; done", stdin=True)
     session = await agent.open_session("s")
     await session.run_shell("(while :; do echo y >> /workspace/third; done) &")
+    await agent.run_shell("until [ -s mark -a -s other -a -s third ]; do sleep .01; done", timeout=30, check=True)
     await agent.seal()
     sizes = [(await agent.files.stat(f"/workspace/{name}")).size for name in ("mark", "other", "third")]
     assert all(sizes)
