@@ -37,6 +37,14 @@ _GRACE_S = 20.0
 _ROOT = "0:0"
 _TO_STDOUT = ("/bin/sh", "-c", 'exec 3>&1 1>&2; exec "$@"', "sh")
 """Descriptor 3 is what nothing else is printed to."""
+_ALONE = "PYTHONHASHSEED=0 LANG=C.UTF-8 PATH=/usr/local/bin:/usr/bin:/bin"
+_SUPERVISE = (
+    "/bin/sh",
+    "-c",
+    f'exec 3>&1 1>&2; [ -x /usr/bin/env ] && exec /usr/bin/env -i {_ALONE} "$1" -s -S "$2"; exec "$1" -I -S "$2"',
+    "sh",
+)
+"""With nothing of the environment, and with fixed hashes, which an isolated interpreter has only when it starts once more."""
 FILE_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("file_")) | {
     ErrorKind.IS_A_DIRECTORY,
     ErrorKind.NOT_A_DIRECTORY,
@@ -160,7 +168,7 @@ async def _pytest(bench: Bench, spec: GradeSpec, runner: PytestRunner) -> Ran:
         allow=runner.allow,
     )
     told = json.dumps(msgspec.to_builtins(job)).encode()  # names that are no UTF-8 come through as lone surrogates
-    argv = (*_TO_STDOUT, runner.python, "-I", "-S", f"/{RUNNER}")
+    argv = (*_SUPERVISE, runner.python, f"/{RUNNER}")
     done, out, err = await bench.run(
         argv,
         told,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -102,8 +103,9 @@ def run(ground: Ground, guard: Guard, descriptor: int, output: int) -> None:
         _take_place(ground, descriptor, output)
         _become_python(ground)
         guard.install()
+        gc.enable()
         code = _pytest(ground, guard, descriptor)
-        guard.settled()
+        guard.settled(last=True)
         os.write(descriptor, b"D%d\n" % code)
         status = 0
     except SystemExit as end:  # of the code under test: ends the run early

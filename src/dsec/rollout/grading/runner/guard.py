@@ -20,6 +20,7 @@ from _thread import get_ident as _ident
 from collections.abc import Callable, Iterable
 from functools import partial as _partial
 from operator import is_ as _is
+from time import monotonic as _clock
 from typing import Any, NamedTuple
 
 TAMPERED = 97
@@ -53,6 +54,13 @@ class Guard(NamedTuple):
     collected: Callable[[Thing], None]
 
 
+def _lost() -> type[BaseException]:
+    """What `pytest.fail` raises."""
+    from _pytest.outcomes import Failed
+
+    return Failed
+
+
 def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> Guard:
     """secrets: what the end of each marked test says, by its index; emptied here: only the generator's frame knows it then."""
     # every name below is a local of this function: nothing is looked up where it could have been changed
@@ -69,6 +77,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     realpath, basename, fsdecode, join = os.path.realpath, os.path.basename, os.fsdecode, os.path.join
     plain = frozenset_((int_, str_, bytes_, float_, bool_, complex_, type_(None), bytearray, range, type_(...)))
     walked = frozenset_((list_, tuple_, set_, frozenset_, dict_))
+    tampered = TAMPERED
     enforce = terrain.changed is not None
     changed: frozenset[Thing] = terrain.changed or frozenset_()
     workdir, stdlib, allow, trusted = terrain.workdir + "/", terrain.stdlib, terrain.allow, terrain.trusted
@@ -87,6 +96,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     current: list[Thing] = list_()
     params: dict[Thing, Thing] = dict_()
     blake, chr_, compile_, partial, getattr_ = _blake, chr, compile, _partial, getattr
+    clock, looked, lost = _clock, [0.0, 0.0], _lost()
     main, empty = _ident(), dict[str, object]()
     keep: Thing = (tuple(secrets.items()), dict_())  # handed to the generator, then forgotten
 
@@ -98,7 +108,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         try:
             tell(b"X", name, detail)
         finally:
-            leave(TAMPERED)
+            leave(tampered)
 
     def strange(path: str) -> bool:
         """Whether code of this file may be the agent's."""
@@ -265,9 +275,15 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 if not inner:
                     busy.discard(me)
 
-    def settled(hooks: Thing = ()) -> None:
-        """After a test. hooks: lists of pytest's hook implementations, none of which may be the agent's."""
-        check(settled=True)
+    def settled(hooks: Thing = (), *, last: bool = False) -> None:
+        """After a test. hooks: lists of pytest's hook implementations, none of which may be the agent's.
+
+        Looking at everything takes a millisecond: it is done every 20, after the first tests, and at the end.
+        """
+        now = clock()
+        if last or now - looked[0] > 0.02 or looked[1] < 2:
+            check(settled=True)
+            looked[0], looked[1] = clock(), looked[1] + 1
         me = ident()
         busy.add(me)
         try:
@@ -369,6 +385,10 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         if odd:
             raise failed(f"a {type_(one).__name__} both equals itself and does not")
 
+    def fail() -> None:
+        """The end of a canary."""
+        raise lost("this must fail", False)
+
     def equal(left: Thing, right: Thing) -> Thing:
         weigh("==", left, right)
         return left == right
@@ -434,7 +454,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
             name = args[1]
             if type_(name) is bytes_:
                 name = fsdecode(name)
-            if type_(name) is not str_ or name[:1] == "<" or strange(name):
+            if type_(name) is not str_ or strange(name):
                 return
         if strange(frame.f_code.co_filename):
             object_to("forged_code", "code", frame, event)
@@ -526,6 +546,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
             "\0dsec:equal": equal,
             "\0dsec:seal": seal,
             "\0dsec:globals": globals_,
+            "\0dsec:fail": fail,
         }
     )
     del keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from .child import UNABLE, Ground, run
 from .guard import TAMPERED, Guard, Terrain, make_guard
 from .imports import installed
 from .marks import Canary, mark, mark_helper
+from .start import NAME
 
 VERDICT_FD = 3
 MAX_LINE = 7 * 1024 * 1024
@@ -29,7 +31,7 @@ MAX_EVENT = 64 << 10
 MAX_OUTPUT = 256 << 20
 MAX_SIGNALS = 100
 MAX_REPORTS = 50_000
-MAX_CANARIES = 3
+MAX_CANARIES = 2
 _MOCKED = frozenset(
     (
         "open",
@@ -111,7 +113,7 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
 
 def _share(files: int, done: int) -> int:
     """How many canaries this file gets."""
-    return 2 if files == 1 else int(done < MAX_CANARIES)
+    return int(done < MAX_CANARIES)
 
 
 def _own(path: str) -> bytes:
@@ -501,6 +503,7 @@ def follow(seen: Seen, child: int, events: int, output: int, deadline: float, ki
 
 def observe(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job and return the observation."""
+    gc.disable()  # until the child: what is imported here stays
     stdlib = [path for path in sys.path if path and os.path.isdir(path) and path != os.path.dirname(__file__)]
     python = which(job["python"])
     prefix, site = installed(python)
@@ -522,6 +525,7 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
             *folders,
             *tests,
             os.path.abspath(__file__),
+            NAME,
             "<frozen ",
         ),
         stdlib=os.path.dirname(os.__file__),
@@ -554,6 +558,7 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.freeze()  # or the child's collector would copy all of it, page by page
     child = os.fork()
     if child == 0:
         plan.ends.clear()
@@ -610,14 +615,13 @@ def which(python: str) -> str:
 
 
 def again(data: bytes, python: str) -> NoReturn:
-    """Start anew with the interpreter that has pytest, and with fixed hashes, which an isolated one cannot have."""
+    """Start anew with the interpreter that has pytest."""
     spool = os.memfd_create("job")
     os.write(spool, data)
     os.lseek(spool, 0, os.SEEK_SET)
     os.dup2(spool, 0)
     os.set_inheritable(VERDICT_FD, True)
-    flags = ["-s", "-S", "-P"] if sys.version_info >= (3, 11) else ["-s", "-S"]
-    os.execve(python, [python, *flags, os.path.abspath(__file__)], {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"})
+    os.execve(python, [python, "-I", "-S", os.path.abspath(__file__)], {"LANG": "C.UTF-8"})
 
 
 def main() -> None:
@@ -628,7 +632,7 @@ def main() -> None:
     nonce = job["nonce"]
     try:
         python = which(job["python"])
-        if sys.flags.hash_randomization or os.path.realpath(python) != os.path.realpath(sys.executable):
+        if os.path.realpath(python) != os.path.realpath(sys.executable):
             again(data, python)
         answer = observe(job)
     except (Unable, OSError) as error:

@@ -15,6 +15,8 @@ CHECK = "\0dsec:check"
 WEIGH = "\0dsec:weigh"
 EQUAL = "\0dsec:equal"
 SEAL = "\0dsec:seal"
+GLOBALS = "\0dsec:globals"
+FAIL = "\0dsec:fail"
 END = "\0dsec:end:"
 _OPERATORS = {ast.Eq: "==", ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in"}
 
@@ -40,7 +42,9 @@ def mark(source: bytes, file: str, first: int, dice: random.Random, canaries: in
     planted = _plant(tree, file, dice, canaries)
     marker = _Marker(file, first)
     marker.visit(tree)
-    tree.body.append(_at(ast.Expr(_call(SEAL, _globals())), tree.body[-1] if tree.body else None))
+    tree.body.append(
+        _at(ast.Expr(_call(SEAL, ast.Call(ast.Constant(GLOBALS), [], []))), tree.body[-1] if tree.body else None)
+    )
     ast.fix_missing_locations(tree)
     return Marked(tree, marker.paths, planted)
 
@@ -48,7 +52,9 @@ def mark(source: bytes, file: str, first: int, dice: random.Random, canaries: in
 def mark_helper(source: bytes, file: str) -> ast.Module:
     """Of a module that tests import: it is only sealed, and its asserts are as they were."""
     tree = ast.parse(source, filename=file)
-    tree.body.append(_at(ast.Expr(_call(SEAL, _globals())), tree.body[-1] if tree.body else None))
+    tree.body.append(
+        _at(ast.Expr(_call(SEAL, ast.Call(ast.Constant(GLOBALS), [], []))), tree.body[-1] if tree.body else None)
+    )
     ast.fix_missing_locations(tree)
     return tree
 
@@ -75,7 +81,7 @@ def _plant(tree: ast.Module, file: str, dice: random.Random, count: int) -> tupl
 
 
 def _canary(name: str, dice: random.Random, where: ast.stmt) -> ast.stmt:
-    """Compares values that differ, in one of the ways in which tests compare."""
+    """Compares values that differ, in one of the ways in which tests compare. It fails without a traceback: nobody reads it."""
     number = dice.randrange(1000)
     left, right = dice.choice(
         [
@@ -85,7 +91,10 @@ def _canary(name: str, dice: random.Random, where: ast.stmt) -> ast.stmt:
             (f"sorted({{{number}, {number + 3}}})", f"[{number + 3}, {number}]"),
         ]
     )
-    body = f"def {name}():\n    value = {left}\n    assert value == {right}\n"
+    body = (
+        f"def {name}():\n    value = {left}\n    try:\n        assert value == {right}\n"
+        f"    except AssertionError:\n        {FAIL!r}()\n"
+    )
     made = ast.parse(body).body[0]
     for node in ast.walk(made):
         if isinstance(node, (ast.stmt, ast.expr)):
@@ -231,10 +240,6 @@ def _yields(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def _call(what: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Constant(what), list(arguments), [])
-
-
-def _globals() -> ast.expr:
-    return ast.Call(ast.Constant("\0dsec:globals"), [], [])
 
 
 def _at(node: ast.stmt, where: ast.AST | None) -> ast.stmt:
