@@ -45,7 +45,7 @@ chaos: base
 	$(PY) -m tests.chaos --seed $(SEED) --points $(POINTS)
 
 bench: base
-	.venv/bin/dsec bench density create exec files stream forward pause adopt neighbour $(BENCH_ARGS); status=$$?; \
+	.venv/bin/dsec bench density create exec files stream forward pause grade adopt neighbour $(BENCH_ARGS); status=$$?; \
 	.venv/bin/dsec bench exec --sandboxes 64 $(BENCH_ARGS) && exit $$status
 
 fuzz: setup

@@ -65,6 +65,7 @@ class Stage(msgspec.Struct, frozen=True):
     edge: str
     meta: Path
     data: list[Path]
+    store: LayerStore
 
 
 @contextlib.asynccontextmanager
@@ -78,7 +79,7 @@ async def stage(*, max_sandboxes: int) -> AsyncIterator[Stage]:
                 environments = Environments(names)
                 async with client.run_container(environments.next().args()) as first:
                     edge = edge_of(first.id) or ""
-                yield Stage(client, endpoint, environments, edge, meta, data)
+                yield Stage(client, endpoint, environments, edge, meta, data, store)
 
 
 def base_blobs() -> tuple[Path, list[Path]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ from blake3 import blake3
 from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.link import RecordReader
 from dsec.protocol.specs import Change, ChangeKind
+
+from .helpers import helper
 
 _READ = 256 * 1024
 
@@ -45,32 +48,26 @@ async def walk(
 
     contents: globs of the files whose data is read; () for all. Data that is not asked for is not missing.
     """
-    arguments = ["helper", "walk", "--dir-fd", str(upper), "--data", str(max_bytes)]
+    arguments = ["walk", "--dir-fd", str(upper), "--data", str(max_bytes)]
     for option, patterns in (("--include", include), ("--contents", contents)):
         for pattern in patterns:
             arguments += [option, pattern]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            runtime, *arguments, pass_fds=(upper,), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={},
-        )  # fmt: skip
-    finally:
-        os.close(upper)
-    assert process.stdout is not None and process.stderr is not None
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            process = await stack.enter_async_context(helper(runtime, arguments, (upper,)))
+        finally:
+            os.close(upper)
         ended = False
         async for item in _changes(process.stdout):
             ended = isinstance(item, bool)
             yield item
         if not ended or await process.wait():
-            error = (await process.stderr.read(4096)).decode(errors="replace").strip()
-            raise Fault(
-                ErrorKind.INTERNAL, f"the changes could not be read: {error or 'the helper died'}", retryable=True
-            )
-    finally:
-        if process.returncode is None:
-            process.kill()
             await process.wait()
+            raise Fault(
+                ErrorKind.INTERNAL,
+                f"the changes could not be read: {process.said() or 'the helper died'}",
+                retryable=True,
+            )
 
 
 async def _changes(stdout: asyncio.StreamReader) -> AsyncIterator[Change | bool]:

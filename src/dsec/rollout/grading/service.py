@@ -152,12 +152,13 @@ class Grader:
         began = self._clock()
         grader = await self._placed(grade_id)
         creating = asyncio.ensure_future(self._create(grader, grade_id, spec))
+        surveying = asyncio.ensure_future(self._survey(grader, spec))
         stream: LinkStream | None = None
         try:
-            ground, progress.tests_digest = await self._survey(grader, spec)
             if with_changes and spec.source.sandbox:
-                stream = await self._collect(spec, grade_id, ground)
+                stream = await self._collect(spec, grade_id)
                 progress.spent(seal_s=self._clock() - began)
+            ground, progress.tests_digest = await surveying
             created = await creating
             progress.graders.append(created.id)
             ready = self._clock()
@@ -178,6 +179,8 @@ class Grader:
         finally:
             if stream is not None:
                 stream.cancel()
+            surveying.cancel()
+            await asyncio.gather(surveying, return_exceptions=True)
             self._remove(grader, creating)
 
     # -- steps --
@@ -210,13 +213,12 @@ class Grader:
         except Fault as fault:
             raise _lost(fault, created=False) from fault
 
-    async def _collect(self, spec: GradeSpec, grade_id: str, ground: Ground) -> LinkStream:
+    async def _collect(self, spec: GradeSpec, grade_id: str) -> LinkStream:
         """The agent's sandbox is sealed; its changes begin to come. Contents of those only that may count."""
         target = {"sandbox": spec.source.sandbox, "request_id": grade_id}
         if spec.source.incarnation is not None:
             target["incarnation"] = spec.source.incarnation  # type: ignore[assignment]
-        work = ground.workdir.decode()
-        contents = [f"{work}/{glob.lstrip('/')}" for glob in spec.include]
+        contents = [f"{workdir_of(spec)}/{glob.lstrip('/')}" for glob in spec.include]
         try:
             link = await self._fleet.of(spec.source.sandbox)
             await link.call("sandbox.seal", target, dict)
