@@ -57,6 +57,9 @@ PROMISES = {
     "pause_ms": Promise("value", "most", 150),
     "resume_first_result_ms": Promise("value", "most", 60),
     "returned_share": Promise("value", "least", 0.75),
+    "pause_s_500": Promise("value", "most", 6),
+    "resume_s_500": Promise("value", "most", 6),
+    "mb_returned_share": Promise("value", "least", 0.7),
 }
 
 

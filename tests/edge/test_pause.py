@@ -224,6 +224,22 @@ async def test_a_pause_that_nobody_waits_for_any_more_is_whole(life: Lifecycle, 
     await asyncio.wait_for(life.ready(sandbox.id), DEADLINE)
 
 
+async def test_a_pause_right_after_a_resume_gives_the_memory_back_all_the_same(life: Lifecycle, backend: Freezer) -> None:
+    """The launcher moves the memory of a sandbox one way at a time, and refuses what comes too early."""
+    sandbox = await running(life)
+    await life.pause(sandbox.id)
+    backend.gates["prefetch"].clear()
+    await life.ready(sandbox.id)
+    await until(lambda: "prefetch" in backend.calls)
+    pausing = asyncio.create_task(life.pause(sandbox.id))
+    await until(lambda: sandbox.id in backend.frozen)
+    await asyncio.sleep(0)
+    assert backend.calls.count("reclaim") == 1
+    backend.gates["prefetch"].set()
+    await asyncio.wait_for(pausing, DEADLINE)
+    assert backend.calls.count("reclaim") == 2
+
+
 async def test_one_in_the_making_is_paused_when_it_runs(life: Lifecycle, backend: Freezer) -> None:
     backend.gate.clear()
     creation = asyncio.create_task(life.create(ARGS, 10))

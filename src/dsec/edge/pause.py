@@ -55,7 +55,9 @@ class Sleep:
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.since = 0.0
-        self.reclaiming: asyncio.Task[None] | None = None  # the giving back of its memory, begun by the last pause
+        self.moving: asyncio.Task[None] | None = (
+            None  # its memory: away since the last pause, or back since the last resume
+        )
         self.awake = asyncio.Event()  # set: not paused (running, or on its way to its end)
         self.awake.set()
         self._short = 0
@@ -100,8 +102,8 @@ class Pauses:
 
     async def given_back(self, sandbox: Sandbox) -> None:
         """Until the memory of a frozen one is gone, for RECLAIM_S at most, or it is resumed."""
-        if (reclaiming := sandbox.sleep.reclaiming) is not None:
-            await asyncio.wait((reclaiming,), timeout=RECLAIM_S)
+        if sandbox.state is State.PAUSED and (moving := sandbox.sleep.moving) is not None:
+            await asyncio.wait((moving,), timeout=RECLAIM_S)
 
     async def resume(self, sandbox: Sandbox) -> None:
         """Runs again when it returns. One that is not paused stays as it is."""
@@ -135,7 +137,7 @@ class Pauses:
                 await self._undo(sandbox)
                 raise _failed(sandbox, "paused", error) from error
             if sandbox.lives:  # else it ends, as all of it
-                sandbox.sleep.reclaiming = self._in_background(self._reclaim(sandbox))
+                sandbox.sleep.moving = self._in_background(self._reclaim(sandbox, sandbox.sleep.moving))
 
     async def _freeze(self, sandbox: Sandbox) -> None:
         with step("pause.journal", sandbox.id):
@@ -150,7 +152,11 @@ class Pauses:
             await self._backend.thaw(sandbox.id)
             await self._run_on(sandbox)
 
-    async def _reclaim(self, sandbox: Sandbox) -> None:
+    async def _reclaim(self, sandbox: Sandbox, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait(
+                (before,)
+            )  # the freeze has cut it short; the launcher moves one's memory one way at a time
         try:
             done = await self._backend.reclaim(sandbox.id)
         except LauncherFailed as failed:  # it is paused all the same
@@ -180,7 +186,8 @@ class Pauses:
                     raise _failed(sandbox, "resumed", error) from error
                 raise
             sandbox.log(f"resumed after {slept:.3f} s")
-            self._in_background(self._prefetch(sandbox, place))
+            moving = sandbox.sleep.moving
+            sandbox.sleep.moving = self._in_background(self._prefetch(sandbox, place, moving))
 
     async def _run_on(self, sandbox: Sandbox) -> None:
         """The processes run: so do the clocks, and so say state and journal."""
@@ -193,8 +200,10 @@ class Pauses:
         except Fault as fault:  # a restarted edge will pause it again
             _log.error("a resume is not in the journal", sandbox=sandbox.id, error=str(fault))
 
-    async def _prefetch(self, sandbox: Sandbox, place: _Place) -> None:
+    async def _prefetch(self, sandbox: Sandbox, place: _Place, before: asyncio.Task[None] | None) -> None:
         try:
+            if before is not None:
+                await asyncio.wait((before,))  # which the thaw has cut short
             await self._backend.prefetch(sandbox.id)
         except LauncherFailed:
             pass  # the rest of its pause is just being ended, or it is: pages come as they are touched

@@ -29,6 +29,10 @@ const PREFETCH_CHUNK: u64 = 2 << 20;
 const PREFETCH_PAUSE: Duration = Duration::from_millis(2);
 /// The most of a sandbox that a resume brings in ahead; the rest comes as it is touched.
 const PREFETCH_MOST: u64 = 256 << 20;
+/// The same while so many others wait for theirs: a crowd that resumes together is served by what each needs first, and
+/// reading all that they ever had would hold up the first answer of every one of them.
+const CROWD: usize = 4;
+const PREFETCH_IN_A_CROWD: u64 = 1 << 20;
 /// Ranges remembered of one process, and of all of a sandbox.
 const RANGES: usize = 4096;
 const NOTE_RANGES: usize = 8192;
@@ -48,8 +52,9 @@ struct Job {
     /// PID 1, whose memory is not the sandbox's.
     pid1: i32,
     members: Members,
-    /// For a prefetch: what to bring in.
+    /// For a prefetch: what to bring in, and the most of it.
     note: Option<Note>,
+    most: u64,
     cancelled: Arc<AtomicBool>,
 }
 
@@ -105,7 +110,8 @@ impl Memory {
 
     fn start_jobs(&mut self) {
         while self.at_work < THREADS {
-            let Some(job) = self.queue.pop_front() else { return };
+            let Some(mut job) = self.queue.pop_front() else { return };
+            job.most = if self.queue.len() < CROWD { PREFETCH_MOST } else { PREFETCH_IN_A_CROWD };
             let (request, slot, sender) = (job.request, job.slot, self.sender.clone());
             let Ok(bell) = self.bell.try_clone() else { return self.queue.push_front(job) };
             let work = move || {
@@ -137,7 +143,8 @@ impl Launcher {
         let members = self.tools.cgroups.members(slot)?;
         let cancelled = Arc::new(AtomicBool::new(false));
         self.memory.busy.insert(slot, cancelled.clone());
-        let job = Job { request: request.id, slot, pid1: tenant.slot.pid, members, note, cancelled };
+        let job =
+            Job { request: request.id, slot, pid1: tenant.slot.pid, members, note, most: PREFETCH_MOST, cancelled };
         self.memory.queue.push_back(job);
         self.memory.start_jobs();
         Ok(None)
@@ -231,7 +238,7 @@ impl Job {
     fn ask_for(&self, pidfd: &OwnedFd, range: Range, before: u64) -> u64 {
         let mut asked = 0;
         for chunk in chunks(range, PREFETCH_CHUNK) {
-            if !self.goes_on() || before + asked + chunk.length > PREFETCH_MOST {
+            if !self.goes_on() || before + asked + chunk.length > self.most {
                 break;
             }
             let _ = pages::advise(pidfd, chunk, Advice::WillNeed);

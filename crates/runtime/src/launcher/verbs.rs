@@ -200,8 +200,8 @@ impl Launcher {
 
     fn freeze(&mut self, request: &Request, frozen: bool) -> Result<Option<Reply>, Failure> {
         let slot = self.find(&request.sandbox)?;
+        self.memory.cancel(slot);
         if !frozen {
-            self.memory.cancel(slot);
             self.tools.cgroups.forbid_swap(slot);
         }
         self.tools.cgroups.freeze(slot, frozen)?;
