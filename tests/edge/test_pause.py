@@ -224,7 +224,9 @@ async def test_a_pause_that_nobody_waits_for_any_more_is_whole(life: Lifecycle, 
     await asyncio.wait_for(life.ready(sandbox.id), DEADLINE)
 
 
-async def test_a_pause_right_after_a_resume_gives_the_memory_back_all_the_same(life: Lifecycle, backend: Freezer) -> None:
+async def test_a_pause_right_after_a_resume_gives_the_memory_back_all_the_same(
+    life: Lifecycle, backend: Freezer
+) -> None:
     """The launcher moves the memory of a sandbox one way at a time, and refuses what comes too early."""
     sandbox = await running(life)
     await life.pause(sandbox.id)
