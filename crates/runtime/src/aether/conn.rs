@@ -64,6 +64,20 @@ impl Sink<'_> {
         self.ledger.put_data(self.stream, channel, self.out, most, fill)
     }
 
+    /// Sends what there is room for of what was not sent yet, and counts it.
+    pub fn drain(&mut self, pending: &[u8], sent: &mut usize) -> Step {
+        let rest = &pending[*sent..];
+        let size = self.data(0, rest.len(), |room| {
+            room.copy_from_slice(&rest[..room.len()]);
+            room.len()
+        });
+        *sent += size;
+        match size {
+            0 => Step::Wait,
+            _ => Step::More,
+        }
+    }
+
     pub fn has_room(&self) -> bool {
         self.ledger.room(self.stream) > 1
     }

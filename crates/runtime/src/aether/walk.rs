@@ -263,13 +263,7 @@ impl Job for Streamed {
             self.reply = self.source.produce(&mut self.pending)?;
             return Ok(Step::More);
         }
-        let rest = &self.pending[self.sent..];
-        let size = sink.data(0, rest.len(), |room| {
-            room.copy_from_slice(&rest[..room.len()]);
-            room.len()
-        });
-        self.sent += size;
-        Ok(if size > 0 { Step::More } else { Step::Wait })
+        Ok(sink.drain(&self.pending, &mut self.sent))
     }
 }
 
