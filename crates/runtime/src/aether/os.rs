@@ -151,19 +151,34 @@ pub fn set_blocking(fd: &Fd) {
     }
 }
 
-/// Whether a process neither catches nor ignores a signal.
-pub fn dies_of(pid: i32, signal: i32) -> bool {
-    let mut status = Vec::new();
-    let Ok(path) = cstring(format!("/proc/{pid}/status").as_bytes()) else { return false };
-    let read = open(libc::AT_FDCWD, &path, libc::O_RDONLY, 0, 0).and_then(|file| read_onto(file.0, &mut status, 8192));
-    let text = String::from_utf8_lossy(&status);
-    let set = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
-    };
-    match (read, set("SigIgn:"), set("SigCgt:")) {
-        (Ok(_), Some(ignored), Some(caught)) => (ignored | caught) >> (signal - 1) & 1 == 0,
-        _ => false,
+/// What the kernel says of a process.
+pub struct Status {
+    pub name: String,
+    pub parent: i32,
+    /// Signals that it catches or ignores, as a mask.
+    handled: u64,
+}
+
+impl Status {
+    /// None when it has ended.
+    pub fn of(pid: i32) -> Option<Status> {
+        let mut status = Vec::new();
+        let path = cstring(format!("/proc/{pid}/status").as_bytes()).ok()?;
+        let file = open(libc::AT_FDCWD, &path, libc::O_RDONLY, 0, 0).ok()?;
+        read_onto(file.0, &mut status, 8192).ok()?;
+        let text = String::from_utf8_lossy(&status);
+        let value = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let mask = |name: &str| u64::from_str_radix(value(name)?, 16).ok();
+        Some(Status {
+            name: value("Name:")?.into(),
+            parent: value("PPid:")?.parse().ok()?,
+            handled: mask("SigIgn:")? | mask("SigCgt:")?,
+        })
+    }
+
+    /// Whether it neither catches nor ignores a signal.
+    pub fn dies_of(&self, signal: i32) -> bool {
+        self.handled >> (signal - 1) & 1 == 0
     }
 }
 

@@ -8,7 +8,7 @@
 use super::{flag, seconds, Chronus, Command, Output, Pipe, State, Stdin};
 use crate::aether::fault::{describe, Fault};
 use crate::aether::feed::{Fed, From};
-use crate::aether::os::{self, Epoll, Fd, Scratch, Watched};
+use crate::aether::os::{self, Epoll, Fd, Scratch, Status, Watched};
 use crate::aether::reasons;
 use crate::aether::spawn::{self, Ends, Plan};
 use crate::aether::token;
@@ -87,8 +87,8 @@ pub struct Session {
     killed: Option<f64>,
     /// Somebody waits for the end of the interrupted command: until when, and when to look whether the signal arrived.
     awaited: Option<(f64, f64)>,
-    /// The shell has been told to give up the command that runs.
-    interrupted: bool,
+    /// How often the shell has been told to give up the command that runs.
+    interrupts: u32,
     /// Processes of earlier commands are in the group of this number.
     jobs: u32,
     between: Vec<(u8, Vec<u8>)>,
@@ -309,7 +309,7 @@ impl Chronus {
             word: "ready".into(),
             killed: None,
             awaited: None,
-            interrupted: false,
+            interrupts: 0,
             jobs,
             between: Vec::new(),
             between_bytes: 0,
@@ -427,7 +427,7 @@ impl Chronus {
         session.phase = Phase::Busy(command);
         session.killed = None;
         session.awaited = None;
-        session.interrupted = false;
+        session.interrupts = 0;
         let script = session.shell.script(&line, &session.word, wants_input);
         if let Some(queue) = &mut session.script {
             queue.queue.extend_from_slice(&script);
@@ -680,7 +680,7 @@ impl Chronus {
         let Some(session) = self.sessions.get(&number) else { return };
         for pid in spawn::members(self.setting.cgroup2, number) {
             let foreground = pid != session.pid && unsafe { libc::getsid(pid) } == session.pid;
-            if foreground && (!missed || os::dies_of(pid, signal)) {
+            if foreground && (!missed || Status::of(pid).is_some_and(|process| process.dies_of(signal))) {
                 unsafe { libc::kill(pid, signal) };
             }
         }
@@ -688,8 +688,23 @@ impl Chronus {
 
     /// Once a command: a second one could meet the shell while it starts itself anew, and end it.
     fn interrupt_shell(&mut self, number: u32) {
-        if let Some(session) = self.sessions.get_mut(&number).filter(|session| !session.interrupted) {
-            session.interrupted = true;
+        if let Some(session) = self.sessions.get_mut(&number).filter(|session| session.interrupts == 0) {
+            session.interrupts = 1;
+            unsafe { libc::kill(session.pid, libc::SIGINT) };
+        }
+    }
+
+    /// A bash whose program ends by itself just when the interrupt comes takes it for that program's, and goes on with the
+    /// line. Whether it did is certain once it waits for another program: then it is told once more.
+    fn remind_shell(&mut self, number: u32) {
+        let cgroup2 = self.setting.cgroup2;
+        let Some(session) = self.sessions.get_mut(&number).filter(|session| session.interrupts == 1) else { return };
+        let Some(shell) = Status::of(session.pid) else { return };
+        let went_on = spawn::members(cgroup2, number).into_iter().filter_map(Status::of).any(|process| {
+            process.parent == session.pid && process.name != shell.name && process.dies_of(libc::SIGINT)
+        });
+        if went_on {
+            session.interrupts = 2;
             unsafe { libc::kill(session.pid, libc::SIGINT) };
         }
     }
@@ -749,7 +764,10 @@ impl Chronus {
                 again.push(*number);
             }
         }
-        again.into_iter().for_each(|number| self.signal_foreground(number, libc::SIGINT, true));
+        for number in again {
+            self.remind_shell(number);
+            self.signal_foreground(number, libc::SIGINT, true);
+        }
         let late = self.sessions.iter().filter(|(_, session)| match session.phase {
             Phase::Opening(until) => until <= now,
             Phase::Busy(_) => session.killed.is_some_and(|until| until <= now),

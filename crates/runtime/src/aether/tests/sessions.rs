@@ -164,6 +164,8 @@ fn interrupts_end_the_line_and_keep_the_shell() {
         "touch ready; sleep 100 | sleep 100",
         "touch ready; timeout 100 sleep 100; echo no",
         "touch ready; sleep 100 & wait; echo no",
+        // a program that ends well by the interrupt: bash by itself goes on with the line
+        "sh -c 'trap \"exit 0\" INT; touch ready; while :; do sleep 0.1; done'; sleep 100; echo no",
     ];
     for line in lines {
         let _ = std::fs::remove_file(inside.path("ready"));
