@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 from dsec.protocol.grading import Evidence, GradeReason, GradeSpec, GradeTimes, PytestRunner, Verdict
 from dsec.protocol.link import Data, LinkStream, RecordReader
 from dsec.protocol.specs import Change, Created, DSecContainerRunArgs
+from dsec.protocol.steps import step
 
 from . import runner, runners
 from .ground import Ground, Link, Surveyor
@@ -27,6 +28,8 @@ from .sift import MAX_BYTES, Sift, Sifted
 from .verdict import Judged
 
 ATTEMPTS = 4
+AWAY_S = 60.0
+"""From the first time that an edge was away, so long: it is being started again, which takes longer the busier the node is."""
 WORKDIR = "/workspace"
 LABEL = "dsec.grade"
 """Grading sandboxes carry it with the grade's id."""
@@ -78,9 +81,15 @@ class _Progress:
 
 
 class Grader:
-    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._fleet = fleet
         self._clock = clock
+        self._sleep = sleep
         self._surveyor = Surveyor()
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -112,20 +121,29 @@ class Grader:
     # -- attempts --
 
     async def _judged(self, grade_id: str, spec: GradeSpec, progress: _Progress) -> Judged | None:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S)) - 1])
+        """None: nothing can be told. An edge that is away is waited for; that is no attempt."""
+        tried: list[_Lost] = []
+        away_since = 0.0
+        while len(tried) < ATTEMPTS:
+            if progress.lost:
+                await self._sleep(_PAUSES_S[min(len(progress.lost), len(_PAUSES_S)) - 1])
             try:
                 return await self._attempt(grade_id, spec, progress)
             except _Lost as lost:
                 progress.lost.append(lost)
                 if lost.final:
                     return None
-        ends = {lost.ended_by for lost in progress.lost}
+                if lost.reason is not GradeReason.EDGE_LOST:
+                    tried.append(lost)
+                    continue
+                away_since = away_since or self._clock()
+                if self._clock() - away_since > AWAY_S:
+                    return None
+        ends = {lost.ended_by for lost in tried}
         if ends <= _ITS_OWN_DOING:  # every time, so it is no accident of the node's
             detail = f"each of {ATTEMPTS} grading sandboxes ended over its limits ({', '.join(sorted(ends))})"
             reasons = {"oom": GradeReason.OUT_OF_MEMORY, "pids": GradeReason.TOO_MANY_PROCESSES}
-            reason = reasons.get(progress.lost[-1].ended_by, GradeReason.DISK_FULL)
+            reason = reasons.get(tried[-1].ended_by, GradeReason.DISK_FULL)
             return Judged(reward=0.0, reason=reason, detail=detail)
         return None
 
@@ -156,7 +174,8 @@ class Grader:
         stream: LinkStream | None = None
         try:
             if with_changes and spec.source.sandbox:
-                stream = await self._collect(spec, grade_id)
+                with step("grade.seal", spec.source.sandbox):
+                    stream = await self._collect(spec, grade_id)
                 progress.spent(seal_s=self._clock() - began)
             ground, progress.tests_digest = await surveying
             created = await creating
@@ -164,7 +183,8 @@ class Grader:
             ready = self._clock()
             changes = _given(spec, stream) if with_changes else _nothing()
             sift = Sift(ground, spec.include, spec.exclude)
-            unfit = await self._apply(grader, created.id, spec, ground, sift, changes)
+            with step("grade.apply", created.id):
+                unfit = await self._apply(grader, created.id, spec, ground, sift, changes)
             if with_changes:
                 progress.sifted = sift.result()
             applied = self._clock()
@@ -173,7 +193,8 @@ class Grader:
                 return unfit
             written = sift.result().written
             bench = Bench(grader, created.id, workdir_of(spec), grade_id, written)
-            ran = await self._run(bench, spec)
+            with step("grade.run", created.id):
+                ran = await self._run(bench, spec)
             progress.spent(run_s=self._clock() - applied)
             return ran
         finally:
