@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 60
 SEED ?= 1
 POINTS ?= 240
 
-.PHONY: setup base demo test test-unit chaos lint format bench fuzz openapi lock clean
+.PHONY: setup base demo test test-unit chaos chaos-rollouts lint format bench fuzz openapi lock clean
 
 setup:
 	@scripts/setup.sh packages venv runtime
@@ -43,6 +43,10 @@ format: setup
 # Kill -9 of every process at every durable step; the last line is a JSON summary.
 chaos: base
 	$(PY) -m tests.chaos --seed $(SEED) --points $(POINTS)
+
+# The same of trainer, apiserver, edge and launcher while rollouts are recorded, replayed and graded.
+chaos-rollouts: base
+	$(PY) -m tests.chaos.rollouts --seed $(SEED) --points $(POINTS)
 
 bench: base
 	.venv/bin/dsec bench density create exec files stream forward pause grade adopt neighbour $(BENCH_ARGS); status=$$?; \

@@ -21,15 +21,21 @@ class Trap:
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._armed: tuple[str, str, Callable[[str], bool]] | None = None
+        self._skip = 0
         self.hit: str | None = None
         """The sandbox it happened to; None until then."""
         self.killed = False
+        self.struck = asyncio.Event()
+        """The blow has fallen."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = asyncio.get_running_loop().create_task(self._serve())
 
-    def arm(self, step: str, when: str, blow: Callable[[str], bool]) -> None:
-        """blow gets the sandbox's id, ends somebody, and says whether there was somebody to end."""
+    def arm(self, step: str, when: str, blow: Callable[[str], bool], *, skip: int = 0) -> None:
+        """blow gets the sandbox's id, ends somebody, and says whether there was somebody to end. skip: so many times the edge
+        stands there and goes on."""
         self._armed, self.hit, self.killed = (step, when, blow), None, False
+        self._skip = skip
+        self.struck.clear()
 
     def disarm(self) -> None:
         self._armed = None
@@ -56,8 +62,12 @@ class Trap:
             standing = msgspec.json.decode(said, type=Standing)
             armed = self._armed
             if armed is not None and armed[:2] == (standing.step, standing.when):
-                self._armed, self.hit = None, standing.sandbox
-                self.killed = await asyncio.to_thread(armed[2], standing.sandbox)
+                if self._skip:
+                    self._skip -= 1
+                else:
+                    self._armed, self.hit = None, standing.sandbox
+                    self.killed = await asyncio.to_thread(armed[2], standing.sandbox)
+                    self.struck.set()
             try:
                 await loop.sock_sendall(connection, b"g")
             except OSError:

@@ -66,7 +66,7 @@ class Victims:
         """SIGKILL to each, gone when this returns. False: there was none."""
         killed = False
         for pid in self.pids(process, sandbox):
-            killed = _kill(pid) or killed
+            killed = kill_one(pid) or killed
         return killed
 
     def kill_next(self, process: str, sandbox: str, patience_s: float) -> bool:
@@ -85,7 +85,8 @@ def _plays(words: list[bytes], word: bytes) -> bool:
     return words[0].endswith(b"dsec-runtime") and words[1:2] == [word]
 
 
-def _kill(pid: int) -> bool:
+def kill_one(pid: int) -> bool:
+    """SIGKILL, and gone when this returns. False: there was none."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
