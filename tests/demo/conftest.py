@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from dsec.demo import prepare, trees, wheels
 from dsec.demo.rollout import PreparedTask
 from dsec.demo.scripts import record
 from dsec.demo.tasks import Break, Sdist, Task
+from dsec.layers import DEFAULT_BASE, Config, LayerStore
 from dsec.layers.python import compile_tree
-
-from .double import LocalClient, Tree
 
 CALC_OLD = '''\
 """Arithmetic."""
@@ -74,40 +72,27 @@ def releases(tmp_path: Path) -> tuple[Path, Path]:
     return write_release(tmp_path / "base", CALC_OLD, OLD_TESTS), write_release(tmp_path / "fixed", CALC_NEW, NEW_TESTS)
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """On a filesystem of its own: an overlay does not take layers that lie inside its lowest one, the machine's root."""
-    folder = Path("/dev/shm") / f"dsec-test-{os.getpid()}-{os.urandom(4).hex()}"
-    folder.mkdir(mode=0o755)
-    yield folder
-    shutil.rmtree(folder)
+def small_task(store: LayerStore, folder: Path) -> PreparedTask:
+    """The small task with its layers in a store, ready to be rolled out on a real platform."""
+    base = write_release(folder / "base", CALC_OLD, OLD_TESTS)
+    fixed = write_release(folder / "fixed", CALC_NEW, NEW_TESTS)
+    hidden = folder / "hidden"
+    trees.make_hidden_tests(TASK, fixed, hidden)
 
+    def make_workspace(root: Path) -> None:
+        trees.make_workspace(base, root)
+        wheels.make_prefix(root, [])
+        site = root / wheels.PREFIX.lstrip("/") / wheels.SITE
+        _lend_pytest(site)
+        compile_tree(site, f"{wheels.PREFIX}/{wheels.SITE}")
 
-@pytest.fixture
-def rehearsal(releases: tuple[Path, Path], shm: Path) -> tuple[LocalClient, PreparedTask]:
-    """The small task prepared, and the double to roll it out on. Takes root and the Python of Debian 12."""
-    if os.geteuid() != 0 or not Path("/usr/bin/python3.11").exists():
-        pytest.skip("the double takes root and /usr/bin/python3.11")
-    base, fixed = releases
-    roots = {name: shm / name for name in ("workspace", "tests", "harness")}
-    for root in roots.values():
-        root.mkdir()
-    trees.make_workspace(base, roots["workspace"])
-    wheels.make_prefix(roots["workspace"], [])
-    site = roots["workspace"] / wheels.PREFIX.lstrip("/") / wheels.SITE
-    _lend_pytest(site)
-    compile_tree(site, f"{wheels.PREFIX}/{wheels.SITE}")
-    prepare._make_tests(TASK, fixed, roots["tests"])
-    prepare._make_harness(roots["harness"])
-    trees.make_hidden_tests(TASK, fixed, shm / "hidden")
-    layers = {
-        "workspace": Tree(roots["workspace"], prepare._workspace_config(TASK).env),
-        "tests": Tree(roots["tests"], {}),
-        "harness": Tree(roots["harness"], {}),
-    }
+    prepare._build(store, "task-calc@1", "workspace", "2", make_workspace, prepare._workspace_config(TASK))
+    prepare._build(
+        store, "hidden-calc@2", "toolkit", "1", lambda root: prepare._make_tests(TASK, hidden, root), Config()
+    )
+    prepare.build_harness(store)
     recordings = record(TASK, base, trees.real_fix(TASK, base, fixed), Break("calc/__init__.py", "double"))
-    prepared = PreparedTask(TASK, "debian@12", "workspace", "harness", "tests", recordings, shm / "hidden")
-    return LocalClient(layers, shm / "sandboxes"), prepared
+    return PreparedTask(TASK, DEFAULT_BASE, "task-calc@1", prepare.HARNESS, "hidden-calc@2", recordings, hidden)
 
 
 def _lend_pytest(site: Path) -> None:
@@ -121,3 +106,7 @@ def _lend_pytest(site: Path) -> None:
             shutil.copytree(source.parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(source, site / source.name)
+    for name in ("pytest", "pluggy"):  # they look for their own versions
+        found = next(path for path in distribution(name).files or () if path.name == "METADATA")
+        (site / found.parent.name).mkdir()
+        shutil.copy(str(distribution(name).locate_file(found)), site / found.parent.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -12,12 +12,11 @@ import pytest
 from dsec.cli import demo as command
 from dsec.cli.main import invoke
 from dsec.demo import prepare
-from dsec.demo.records import Burst
+from dsec.demo.records import Burst, Rollout, summarise
 from dsec.demo.rollout import PreparedTask
+from dsec.demo.scripts import Script
 
-from .double import LocalClient
-
-Rehearsal = tuple[LocalClient, PreparedTask]
+from .test_report import rollout
 
 
 @pytest.mark.parametrize(
@@ -41,38 +40,38 @@ def test_bad_input_is_two_lines(
 
 
 @pytest.fixture
-def on_the_double(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> LocalClient:
-    """The command with the small task for its tasks and the double for its platform."""
-    client, ready = rehearsal
+def burst(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
+    """The command without tasks and platform; what its burst gives is what is put in here."""
+    given: list[Rollout] = []
 
     @contextmanager
-    def prepared(tasks: Sequence[object], *_: object) -> Iterator[list[PreparedTask]]:
-        yield [ready]
+    def prepared(*_: object) -> Iterator[list[PreparedTask]]:
+        yield []
 
-    @asynccontextmanager
-    async def platform() -> AsyncIterator[LocalClient]:
-        yield client
+    async def ran(*_: object) -> Burst:
+        return summarise(given, concurrency=2, seed=0, wall_s=1.0, prepare_s=0.1)
 
     monkeypatch.setattr(prepare, "prepared", prepared)
-    monkeypatch.setattr(command, "_platform", platform)
-    return client
+    monkeypatch.setattr(command, "_burst", ran)
+    return given
 
 
 def test_a_good_burst_writes_its_files_and_exits_with_0(
-    on_the_double: LocalClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    burst: list[Rollout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    burst += [rollout(Script.FIX, 0, 1, 1), rollout(Script.CHEAT, 1, 0, 1)]
     files = ["--json", str(tmp_path / "out.json"), "--report", str(tmp_path / "out.html")]
-    assert invoke(["demo", "--tasks", "1", "--rollouts", "4", "--concurrency", "2", *files]) == 0
-    burst = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Burst)
-    assert burst.ok and len(burst.rollouts) == 4
+    assert invoke(["demo", "--tasks", "1", "--rollouts", "2", *files]) == 0
+    written = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Burst)
+    assert written.ok and len(written.rollouts) == 2
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     printed = capsys.readouterr().out
-    assert "calc-2" in printed and "4 valid, 0 invalid" in printed
+    assert "calc-2" in printed and "2 valid, 0 invalid" in printed
 
 
 def test_an_invalid_sample_gives_exit_code_1_and_is_named(
-    on_the_double: LocalClient, capsys: pytest.CaptureFixture[str]
+    burst: list[Rollout], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_the_double.fail = {0: TimeoutError("no answer")}
+    burst += [rollout(Script.FIX, 0, None, None)]
     assert invoke(["demo", "--tasks", "1", "--rollouts", "1"]) == 1
-    assert "INVALID calc-2 fix #0: TimeoutError: no answer" in capsys.readouterr().out
+    assert "INVALID calc-2 fix #0: CapacityError: full" in capsys.readouterr().out

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from dsec.demo import charts
-from dsec.demo.changes import Dropped, Why
-from dsec.demo.records import Burst, Life, Phase, Rollout, Span, Step, peak, quantiles, summarise
-from dsec.demo.report import milliseconds, render
+from dsec.demo.records import Burst, Chaos, Kill, Life, Phase, Rollout, Span, Step, peak, quantiles, summarise
+from dsec.demo.report import disturbances, milliseconds, render
 from dsec.demo.scripts import Script
 from dsec.demo.show import closing, table
-from dsec.demo.verdict import FailedTest, List
+from dsec.protocol.grading import Dropped, DropReason, FailedTest
 from dsec.protocol.specs import ChangeKind
 
 
@@ -35,8 +34,10 @@ def rollout(script: Script, index: int, reward: int | None, naive: int | None, *
         grade_create_ms=4.0,
         grade_ms=500.0,
         steps=(Step("pwd <here>", 0, 2.5, "/workspace"),),
-        failed=() if reward else (FailedTest("tests/t.py::test[<b>]", List.FAIL_TO_PASS, "failed"),),
-        dropped=(Dropped("conftest.py", ChangeKind.WRITE, Why.TEST_CONFIG, True),) if script is Script.CHEAT else (),
+        failed=() if reward else (FailedTest("tests/t.py::test[<b>]", "fail_to_pass", "failed"),),
+        dropped=(Dropped("conftest.py", ChangeKind.WRITE, DropReason.TEST_CONFIG, True),)
+        if script is Script.CHEAT
+        else (),
         graded_files=("calc/__init__.py",),
         output="assert <1>",
         spans=(Span(Phase.SETUP, start, start + 0.1), Span(Phase.TOOLS, start + 0.1, start + 0.5)),
@@ -105,6 +106,29 @@ def test_the_table_shows_ours_beside_naive(burst: Burst) -> None:
     assert rows[0][:5] == ("calc-2", "1 / 1", "0 / 0", "invalid", "0 / 1")
     assert rows[-1][0] == "all"
     assert any(line.startswith("INVALID calc-2 break #3: CapacityError") for line in closing(burst))
+
+
+STORM = Chaos(
+    kills=(Kill("edge", 0.31, 0.8), Kill("trainer", 0.5, 1.2)), commands=40, reruns=0, lost=0, different=(), calm_wall_s=4.0,
+    wall_s=9.0,
+)  # fmt: skip
+
+
+def test_a_disturbed_burst_says_what_befell_it(burst: Burst) -> None:
+    assert disturbances(4, STORM)[-1] == "4 rollouts, 0 re-run, 0 lost, rewards identical"
+    assert disturbances(4, STORM)[0] == "edge killed (SIGKILL) at 31% of the steps; it went on after 0.8 s"
+    page = render(msgspec.structs.replace(burst, chaos=STORM), "1.0")
+    assert "edge killed (SIGKILL) at 31%" in page and "4 rollouts, 0 re-run, 0 lost, rewards identical" in page
+    assert "killed" not in render(burst, "1.0")
+
+
+@pytest.mark.parametrize("trace", [{"reruns": 1}, {"lost": 1}, {"different": ("calc-2/fix/0",)}], ids=str)
+def test_whatever_shows_of_the_kills_is_not_ok(trace: dict[str, object]) -> None:
+    good = [rollout(Script.FIX, 0, 1, 1)]
+    shown = msgspec.structs.replace(STORM, **trace)
+    assert summarise(good, concurrency=1, seed=0, wall_s=1, prepare_s=0, chaos=STORM).ok
+    assert not summarise(good, concurrency=1, seed=0, wall_s=1, prepare_s=0, chaos=shown).ok
+    assert disturbances(1, shown)[-1] != "1 rollouts, 0 re-run, 0 lost, rewards identical"
 
 
 def test_quantiles_are_nearest_ranks_and_skip_what_is_missing() -> None:

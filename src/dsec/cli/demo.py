@@ -33,6 +33,9 @@ def demo(
     task_ids: Annotated[
         str | None, typer.Option(metavar="ID,ID", help="These tasks instead of the first N.", show_default=False)
     ] = None,
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Then again with trainer and edge killed, twice each; compare.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every rollout there.", show_default=False)
     ] = None,
@@ -43,11 +46,12 @@ def demo(
     """Run recorded coding agents on real bug-fix tasks, and grade each in a fresh sandbox.
 
     Four scripts take turns on each task: fix applies the real fix, noop does nothing, break breaks a passing test, cheat makes
-    the tests say yes. Uses the running platform, or one of its own that ends with it. Exit code 1 when a sample is invalid
-    or a script gets another reward than it must.
+    the tests say yes. Uses the running platform, or one of its own that ends with it (with --chaos always). Exit code 1 when a
+    sample is invalid or a script gets another reward than it must, and with --chaos when anything shows of the kills.
 
     \b
     dsec demo
+    dsec demo --chaos
     dsec demo --tasks 1 --rollouts 4
     dsec demo --task-ids bleach-6.1.0,h11-0.15.0 --json out.json --report out.html
     """
@@ -65,7 +69,8 @@ def demo(
         with prepared(chosen, LayerStore(), note) as ready:
             prepare_s = time.monotonic() - began
             note(f"{len(ready)} tasks are ready after {prepare_s:.1f} s")
-            burst = asyncio.run(_burst(ready, rollouts, concurrency, seed, prepare_s))
+            run = _disturbed if chaos else _burst
+            burst = asyncio.run(run(ready, rollouts, concurrency, seed, prepare_s))
     except DemoError as error:
         raise CliFailure(str(error), hint=error.hint) from error
     except asyncio.CancelledError:  # SIGTERM, after every sandbox was stopped
@@ -77,19 +82,48 @@ def demo(
 
 async def _burst(ready: list[PreparedTask], rollouts: int, concurrency: int, seed: int, prepare_s: float) -> Burst:
     from dsec.demo import show
-    from dsec.demo.burst import plan, run_burst
+    from dsec.demo.burst import job_of_a_burst, plan, run_burst
     from dsec.demo.records import summarise
 
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # sandboxes are stopped on the way out
-    async with _platform() as client:
+    async with _platform() as client, job_of_a_burst(client, seed) as job:
         planned = plan(ready, rollouts, seed)
         began = time.monotonic()
         with show.bar(len(planned)) as bar:
-            done = await run_burst(client, planned, concurrency, on_start=lambda _: bar.started(), on_done=bar.done)
+            done = await run_burst(
+                client, job, planned, concurrency, on_start=lambda _: bar.started(), on_done=bar.done
+            )
         wall_s = time.monotonic() - began
     return summarise(done, concurrency=concurrency, seed=seed, wall_s=wall_s, prepare_s=prepare_s)
+
+
+async def _disturbed(ready: list[PreparedTask], rollouts: int, concurrency: int, seed: int, prepare_s: float) -> Burst:
+    from dsec.demo import show
+    from dsec.demo.chaos import Seen, private_platform, run_twice
+    from dsec.demo.records import summarise
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    note("a private platform, since its edge will be killed")
+    async with private_platform() as (endpoint, client):
+        with show.bar(len(ready) * rollouts) as bar:
+            what = ""
+
+            def news(text: str, now: Seen) -> None:
+                nonlocal what
+                if text:
+                    what = text
+                    note(text if not now.steps else f"{text} after {now.steps} steps")
+                bar.at(what, now.finished, now.open)
+
+            found = await run_twice(endpoint, client, ready, rollouts, concurrency, seed, news)
+    chaos = found.chaos
+    return summarise(
+        found.rollouts, concurrency=concurrency, seed=seed, wall_s=chaos.wall_s, prepare_s=prepare_s, chaos=chaos
+    )  # fmt: skip
 
 
 def _platform() -> AbstractAsyncContextManager[DSecClient]:
@@ -119,9 +153,13 @@ def _write(burst: Burst, json: Path | None, report: Path | None) -> None:
 
 
 def _print(burst: Burst) -> None:
+    from dsec.demo.report import disturbances
     from dsec.demo.show import closing, table
 
     columns, rows = table(burst)
     print_table(columns, rows)
     for line in closing(burst):
         print(line)
+    if burst.chaos is not None:
+        for line in disturbances(burst.summary.rollouts, burst.chaos):
+            print(line)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 
-from dsec.demo.platform import Client
+from dsec import DSecClient, Job
 from dsec.demo.records import Rollout
 from dsec.demo.rollout import PreparedTask, run_one
 from dsec.demo.scripts import Script, order
@@ -34,23 +36,35 @@ def plan(tasks: Sequence[PreparedTask], rollouts: int, seed: int) -> list[Planne
     return every
 
 
+@asynccontextmanager
+async def job_of_a_burst(client: DSecClient, seed: int) -> AsyncIterator[Job]:
+    """A job of its own, whose sandboxes end with the block, however that ends."""
+    async with client.job(f"demo-{seed}-{secrets.token_hex(3)}") as job:
+        try:
+            yield job
+        finally:
+            await job.stop()
+
+
 async def run_burst(
-    client: Client,
+    client: DSecClient,
+    job: Job,
     planned: Sequence[Planned],
     concurrency: int,
     *,
     on_start: Callable[[Planned], None] = lambda _: None,
     on_done: Callable[[Rollout], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
 ) -> list[Rollout]:
-    """Run all of them, `concurrency` at a time; records in the order of the plan, times in seconds since this call."""
-    began = clock()
+    """Run all of them, `concurrency` at a time; records in the order of the plan, times in seconds since `began` (now)."""
+    began = clock() if began is None else began
     slots = asyncio.Semaphore(concurrency)
 
     async def one(item: Planned) -> Rollout:
         async with slots:
             on_start(item)
-            rollout = await run_one(client, item.prepared, item.script, item.index, lambda: clock() - began)
+            rollout = await run_one(client, job, item.prepared, item.script, item.index, lambda: clock() - began)
             on_done(rollout)
             return rollout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +15,13 @@ import msgspec
 from dsec.demo import trees, wheels
 from dsec.demo.errors import DemoError
 from dsec.demo.fetch import cache_dir, fetch, wheel_path
-from dsec.demo.rollout import TESTS_TIMEOUT_S, PreparedTask
+from dsec.demo.rollout import PreparedTask
 from dsec.demo.scripts import record
 from dsec.demo.tasks import Task, load_breaks
 from dsec.layers import DEFAULT_BASE, Config, Kind, LayerStore, build_directory
-from dsec.layers.python import compile_tree
 from dsec.protocol.errors import ErrorKind, Fault
 
-HARNESS = "agent-harness@1"
+HARNESS = "agent-harness@2"
 _RECIPE = "1"  # grows when the way trees are made changes what is in them
 _HERE = Path(__file__).parent
 _HARNESS_CONFIG = Config(env={"PATH": "/opt/dsec-agent/bin:${PATH}"})
@@ -35,8 +35,13 @@ def prepared(tasks: Sequence[Task], store: LayerStore, progress: Progress) -> It
     _ensure_base(store, progress)
     fetch(tasks, cache_dir(), lambda what: progress(f"downloaded {what}"))
     with tempfile.TemporaryDirectory(prefix="dsec-demo-") as folder:
-        _build(store, HARNESS, "toolkit", _digest(_HERE / "harness"), _make_harness, _HARNESS_CONFIG)
+        build_harness(store)
         yield [_prepare(task, store, Path(folder) / task.id, progress) for task in tasks]
+
+
+def build_harness(store: LayerStore) -> None:
+    """The toolkit with the tools that an agent calls."""
+    _build(store, HARNESS, "toolkit", _digest(_HERE / "harness"), _make_harness, _HARNESS_CONFIG)
 
 
 def _ensure_base(store: LayerStore, progress: Progress) -> None:
@@ -57,7 +62,7 @@ def _prepare(task: Task, store: LayerStore, folder: Path, progress: Progress) ->
     base = trees.unpack(cache, task.sdist_base, folder / "base")
     fixed = trees.unpack(cache, task.sdist_fixed, folder / "fixed")
     recipe = hashlib.sha256(msgspec.json.encode(task) + MAGIC_NUMBER + _RECIPE.encode()).hexdigest()
-    workspace, tests = f"task-{task.id}@{task.base_version}", f"tests-{task.id}@{task.fixed_version}"
+    workspace, tests = f"task-{task.id}@{task.base_version}", f"hidden-{task.id}@{task.fixed_version}"
 
     def make_workspace(root: Path) -> None:
         trees.make_workspace(base, root)
@@ -65,11 +70,10 @@ def _prepare(task: Task, store: LayerStore, folder: Path, progress: Progress) ->
 
     if _build(store, workspace, "workspace", recipe, make_workspace, _workspace_config(task)):
         progress(f"built {workspace}")
-    grading = f"{recipe}-{_digest(_HERE / 'grading')}"
-    if _build(store, tests, "toolkit", grading, lambda root: _make_tests(task, fixed, root), Config()):
-        progress(f"built {tests}")
     hidden = folder / "hidden"
     trees.make_hidden_tests(task, fixed, hidden)
+    if _build(store, tests, "toolkit", recipe, lambda root: _make_tests(task, hidden, root), Config()):
+        progress(f"built {tests}")
     recordings = record(task, base, trees.real_fix(task, base, fixed), load_breaks().get(task.id))
     return PreparedTask(task, DEFAULT_BASE, workspace, HARNESS, tests, recordings, hidden)
 
@@ -114,25 +118,21 @@ def _workspace_config(task: Task) -> Config:
 
 def _make_harness(root: Path) -> None:
     _install(_HERE / "harness" / "dsec_agent.py", root / "opt/dsec-agent/bin/dsec-agent", 0o755)
+    _install(_HERE / "harness" / "mark.sh", root / "opt/dsec-agent/lib/mark.sh", 0o644)
 
 
-def _make_tests(task: Task, fixed: Path, root: Path) -> None:
-    """What only a grading sandbox mounts: the program that grades, its plugin, the hidden tests, the list of tests."""
-    grading = root / "grading"
-    trees.make_hidden_tests(task, fixed, grading / "tests")
-    _install(_HERE / "grading" / "grade.py", grading / "bin/grade", 0o755)
-    _install(_HERE / "grading" / "dsec_results.py", grading / "lib/dsec_results.py", 0o644)
-    compile_tree(grading / "lib", "/grading/lib")
-    plan = {
-        "test_paths": task.test_paths,
-        "pythonpath": task.pythonpath,
-        "test_command": task.test_command,
-        "expected": task.expected,
-        "timeout": TESTS_TIMEOUT_S,
-    }
-    (grading / "task.json").write_bytes(msgspec.json.encode(plan))
-    for path in grading.rglob("*"):
-        path.chmod(0o755 if path.is_dir() or path.name == "grade" else 0o644)
+def _make_tests(task: Task, hidden: Path, root: Path) -> None:
+    """What only a grading sandbox mounts: the hidden tests in their places. Old ones stay beside them; no list names those."""
+    for top in task.test_paths:
+        source, target = hidden / top, root / trees.WORKSPACE.lstrip("/") / top
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True)
+        elif source.exists():
+            shutil.copy2(source, target)
+    for path in root.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _install(source: Path, target: Path, mode: int) -> None:
@@ -143,5 +143,5 @@ def _install(source: Path, target: Path, mode: int) -> None:
 
 def _digest(folder: Path) -> str:
     """Of the programs that go into a layer."""
-    files = sorted(path for path in folder.glob("*.py"))
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -8,9 +8,8 @@ from enum import Enum
 
 import msgspec
 
-from dsec.demo.changes import Dropped
 from dsec.demo.scripts import EXPECTED, Script
-from dsec.demo.verdict import FailedTest
+from dsec.protocol.grading import Dropped, FailedTest
 
 
 class Phase(str, Enum):
@@ -50,7 +49,8 @@ class Step(msgspec.Struct, frozen=True):
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout. Times in milliseconds as the caller saw them; exec_ms is all tool calls together.
 
-    reward and naive_reward are None, and valid is False, when the infrastructure failed: such a sample is no zero.
+    reward and naive_reward are None, and valid is False, when the infrastructure failed: such a sample is no zero. asked:
+    commands that were asked for, numbered from 0; ran: the numbers that they left in the sandbox, one for each start.
     """
 
     task: str
@@ -73,6 +73,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     spans: tuple[Span, ...]
     sandboxes: tuple[Life, ...]
+    asked: int = 0
+    ran: tuple[int, ...] = ()
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -101,6 +103,34 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     grade_ms: Quantiles
 
 
+class Kill(msgspec.Struct, frozen=True):
+    """share: of all steps that were recorded then. back_s: seconds until the next one was there."""
+
+    victim: str
+    share: float
+    back_s: float
+
+
+class Chaos(msgspec.Struct, frozen=True, kw_only=True):
+    """A burst whose trainer and edge were killed, beside an undisturbed one of the same seed.
+
+    reruns: commands that started again in their sandbox, and commands that never did though they were asked for; lost: rollouts
+    without a verdict that counts; different: rollouts whose rewards are others than undisturbed.
+    """
+
+    kills: tuple[Kill, ...]
+    commands: int
+    reruns: int
+    lost: int
+    different: tuple[str, ...]
+    calm_wall_s: float
+    wall_s: float
+
+    @property
+    def ok(self) -> bool:
+        return not (self.reruns or self.lost or self.different)
+
+
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON file. expected: script -> [reward, naive reward]. ok: every sample valid and as its script must be."""
 
@@ -108,6 +138,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
     expected: dict[str, tuple[int, int]]
     rollouts: tuple[Rollout, ...]
+    chaos: Chaos | None = None
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
@@ -128,7 +159,15 @@ def peak(lives: Iterable[Life]) -> int:
     return highest
 
 
-def summarise(rollouts: Sequence[Rollout], *, concurrency: int, seed: int, wall_s: float, prepare_s: float) -> Burst:
+def summarise(
+    rollouts: Sequence[Rollout],
+    *,
+    concurrency: int,
+    seed: int,
+    wall_s: float,
+    prepare_s: float,
+    chaos: Chaos | None = None,
+) -> Burst:
     lives = [life for rollout in rollouts for life in rollout.sandboxes]
     invalid = sum(not rollout.valid for rollout in rollouts)
     unexpected = sum(rollout.valid and not rollout.as_expected for rollout in rollouts)
@@ -150,4 +189,5 @@ def summarise(rollouts: Sequence[Rollout], *, concurrency: int, seed: int, wall_
         grade_ms=quantiles(rollout.grade_ms for rollout in rollouts),
     )
     expected = {script.value: pair for script, pair in EXPECTED.items()}
-    return Burst(ok=not invalid and not unexpected, summary=summary, expected=expected, rollouts=tuple(rollouts))
+    ok = not invalid and not unexpected and (chaos is None or chaos.ok)
+    return Burst(ok=ok, chaos=chaos, summary=summary, expected=expected, rollouts=tuple(rollouts))

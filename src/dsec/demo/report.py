@@ -9,7 +9,7 @@ import jinja2
 import msgspec
 
 from dsec.demo import charts
-from dsec.demo.records import Burst, Quantiles, Rollout, quantiles
+from dsec.demo.records import Burst, Chaos, Quantiles, Rollout, quantiles
 from dsec.demo.scripts import Script
 
 _MEANING = {
@@ -18,6 +18,9 @@ _MEANING = {
     Script.BREAK: "breaks a passing test",
     Script.CHEAT: "makes the tests say yes",
 }
+
+
+_LISTED = 12
 
 
 class ScriptRow(msgspec.Struct, frozen=True):
@@ -70,6 +73,7 @@ def render(burst: Burst, version: str) -> str:
         sandboxes_chart=charts.sandboxes_chart(rollouts, burst.summary.wall_s),
         phases_chart=charts.phases_chart(rollouts, burst.summary.wall_s),
         lanes_chart=charts.lanes_chart(rollouts, burst.summary.wall_s),
+        disturbances=disturbances(burst.summary.rollouts, burst.chaos) if burst.chaos else [],
         version=version,
     )
 
@@ -94,6 +98,20 @@ def task_rows(rollouts: Sequence[Rollout]) -> list[TaskRow]:
         )
         rows.append(TaskRow(task, cells, create, calls, grade))
     return rows
+
+
+def disturbances(rollouts: int, chaos: Chaos) -> list[str]:
+    """What befell the burst, and last of all whether it shows."""
+    lines = [
+        f"{kill.victim} killed (SIGKILL) at {kill.share:.0%} of the steps; it went on after {kill.back_s:.1f} s"
+        for kill in chaos.kills
+    ]
+    lines.append(
+        f"{chaos.commands} commands, counted in their sandboxes; {chaos.wall_s:.1f} s, undisturbed {chaos.calm_wall_s:.1f} s"
+    )
+    lines += [f"DIFFERENT {name}" for name in chaos.different[:_LISTED]]
+    rewards = f"{len(chaos.different)} rewards differ" if chaos.different else "rewards identical"
+    return [*lines, f"{rollouts} rollouts, {chaos.reruns} re-run, {chaos.lost} lost, {rewards}"]
 
 
 def milliseconds(value: float | None) -> str:

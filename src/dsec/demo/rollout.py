@@ -1,32 +1,49 @@
-"""One rollout: an agent's turns in a sandbox of its own, then a verdict from a fresh one."""
+"""One rollout: an agent's turns in a sandbox of its own, recorded, then a verdict of the platform.
+
+It may be run again at any time, by another process too: it opens the rollout of the same name, is given what has been recorded,
+and goes on from there. Nothing here keeps notes for that.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from dsec import DSecContainerRunArgs, DSecError, FileError, TooLarge
-from dsec.demo.changes import INCLUDE, Graded, shown, sift, source_globs, why_not
-from dsec.demo.errors import DemoError
-from dsec.demo.platform import Client, Result, Sandbox
+from dsec import (
+    ChangeKind,
+    ChangeSet,
+    DSecClient,
+    DSecContainerRunArgs,
+    DSecError,
+    ExecResult,
+    FileError,
+    Job,
+    PytestRunner,
+    TestSet,
+    TooLarge,
+    Verdict,
+)
+from dsec import Rollout as Recorded
+from dsec.demo.naive import naive_reward
 from dsec.demo.records import Life, Phase, Rollout, Span, Step
-from dsec.demo.scripts import EXPECTED, TOOL, Call, Recording, Script, Shell, Tool, Write
+from dsec.demo.scripts import EXPECTED, MARKS, MARKS_OF_SHELLS, TOOL, Call, Recording, Script, Shell, Tool, Write
 from dsec.demo.tasks import Task
 from dsec.demo.trees import WORKSPACE
-from dsec.demo.verdict import Outcomes, Verdict, judge, naive_reward
-from dsec.protocol.specs import ChangeKind, FileKind
+from dsec.demo.wheels import PREFIX
 
 CREATE_TIMEOUT_S = 120.0
 TESTS_TIMEOUT_S = 120.0
 _CALL_TIMEOUT_S = 120.0
 TTL_S = 900.0  # ends what a killed demo leaves on a platform that lives on
 _TAIL = 1500
-_DEPTH = 64
+# Where changes are looked for: the workspace, and the places where something planted would take effect.
+_INCLUDE = ("workspace/**", "opt/**", "usr/**", "etc/**", "root/**", "home/**")
 
 Clock = Callable[[], float]
 
@@ -43,10 +60,6 @@ class PreparedTask(msgspec.Struct, frozen=True):
     hidden: Path
 
 
-class GraderFailed(DemoError):
-    """The grading program itself failed: nothing is known about the agent's work."""
-
-
 class _Run:
     """The mutable notes of one rollout, in seconds since the burst began."""
 
@@ -55,7 +68,9 @@ class _Run:
         self.steps: list[Step] = []
         self.spans: list[Span] = []
         self.lives: list[Life] = []
-        self.graded = Graded((), ())
+        self.changes = ChangeSet(())
+        self.asked = 0
+        self.ran: tuple[int, ...] = ()
         self.naive: int | None = None
         self.ms: dict[str, float] = {}
 
@@ -71,191 +86,193 @@ class _Run:
         self.spans.append(Span(phase, start, end))
         self.ms[name] = self.ms.get(name, 0.0) + (end - start) * 1e3
 
-    @asynccontextmanager
-    async def sandbox(self, client: Client, args: DSecContainerRunArgs, role: str, name: str) -> AsyncIterator[Sandbox]:
-        """A sandbox whose creation and life are noted."""
-        asked = self.clock()
-        born: float | None = None
-        try:
-            async with client.run_container(args, timeout=CREATE_TIMEOUT_S) as sandbox:
-                born = self.clock()
-                self.note(Phase.SETUP, name, asked, born)
-                yield sandbox
-        finally:
-            if born is not None:
-                self.lives.append(Life(sandbox.id, role, born, self.clock()))
-
-
-class _Unfit(Exception):
-    """What the agent left cannot be graded, by its own doing: a zero, not an invalid sample."""
+    def mark(self) -> dict[str, str]:
+        """Variables by which the next command leaves its number in the sandbox, once for each time that it starts."""
+        self.asked += 1
+        return {"DSEC_CALL": str(self.asked - 1)}
 
 
 async def run_one(
-    client: Client, prepared: PreparedTask, script: Script, index: int, clock: Clock = time.monotonic
+    client: DSecClient, job: Job, prepared: PreparedTask, script: Script, index: int, clock: Clock = time.monotonic
 ) -> Rollout:
     """Run one rollout to its record. An infrastructure failure gives a record with valid=False; it never raises for one."""
     run = _Run(clock)
+    task = prepared.task
+    labels = {"demo": task.id, "script": script.value, "rollout": str(index)}
+    args = _args(prepared, (prepared.workspace, prepared.harness), labels)
+    asked, born = clock(), None
     try:
-        await _agent(client, prepared, script, run, index)
-        verdict = await _grade(client, prepared, run, index)
-    except _Unfit as unfit:
-        run.naive = run.naive or 0
-        verdict = Verdict(reward=0, reason=str(unfit))
-    except (DSecError, TimeoutError, GraderFailed) as error:
-        verdict = Verdict(reward=None, valid=False, reason=f"{type(error).__name__}: {error}")
-    return _record(prepared.task, script, index, run, verdict)
+        async with job.rollout(f"{task.id}/{script.value}/{index}", args, timeout=CREATE_TIMEOUT_S) as rollout:
+            born = clock()
+            run.note(Phase.SETUP, "create", asked, born)
+            await _agent(rollout, prepared, script, run)
+            verdict = await _grade(client, rollout, prepared, run)
+            await rollout.finish(reward=verdict.reward, valid=verdict.valid)
+            run.lives.append(Life(rollout.sandbox_id, "agent", born, clock()))
+    except (DSecError, TimeoutError) as error:
+        return _record(task, script, index, run, None, f"{type(error).__name__}: {error}")
+    return _record(task, script, index, run, verdict, verdict.detail or verdict.reason.value)
 
 
-def _record(task: Task, script: Script, index: int, run: _Run, verdict: Verdict) -> Rollout:
-    naive = run.naive if verdict.valid else None
+def _record(task: Task, script: Script, index: int, run: _Run, verdict: Verdict | None, reason: str) -> Rollout:
+    valid = verdict is not None and verdict.valid
+    reward = int(verdict.reward) if verdict is not None and verdict.reward is not None else None
+    naive = run.naive if valid else None
+    evidence = verdict.evidence if verdict is not None else None
+    dropped = evidence.dropped if evidence is not None else ()
     return Rollout(
         task=task.id,
         script=script,
         index=index,
-        reward=verdict.reward,
+        reward=reward,
         naive_reward=naive,
-        valid=verdict.valid,
-        reason=verdict.reason,
-        as_expected=(verdict.reward, naive) == EXPECTED[script],
+        valid=valid,
+        reason=reason,
+        as_expected=(reward, naive) == EXPECTED[script],
         create_ms=run.ms.get("create"),
         exec_ms=sum(step.ms for step in run.steps) if run.steps else None,
         naive_ms=run.ms.get("naive"),
         grade_create_ms=run.ms.get("grade_create"),
         grade_ms=run.ms.get("grade"),
         steps=tuple(run.steps),
-        failed=verdict.failed,
-        dropped=run.graded.dropped,
-        graded_files=tuple(shown(os.fsdecode(change.path)) for change in run.graded.keep),
-        output=verdict.output,
+        failed=evidence.failed if evidence is not None else (),
+        dropped=dropped,
+        graded_files=_graded(run.changes, {drop.path for drop in dropped}) if evidence is not None else (),
+        output=evidence.output if evidence is not None else "",
         spans=tuple(run.spans),
         sandboxes=tuple(run.lives),
+        asked=run.asked,
+        ran=run.ran,
     )
 
 
-def _args(base: str, layers: tuple[str, ...], labels: dict[str, str]) -> DSecContainerRunArgs:
+def _graded(changes: ChangeSet, dropped: set[str]) -> tuple[str, ...]:
+    """Files below the workspace that are not among the dropped ones."""
+    top = f"{WORKSPACE}/".encode().lstrip(b"/")
+    files = [change.path for change in changes.changes if change.kind in (ChangeKind.WRITE, ChangeKind.DELETE)]
+    inside = [os.fsdecode(path.removeprefix(top)) for path in files if path.startswith(top)]
+    return tuple(path for path in inside if path not in dropped and not path.startswith(".git/"))
+
+
+def _args(prepared: PreparedTask, layers: tuple[str, ...], labels: dict[str, str]) -> DSecContainerRunArgs:
     return DSecContainerRunArgs(
-        base, layers=layers, memory_limit_mb=512, disk_limit_mb=512, pids_limit=128, ttl_total=TTL_S, labels=labels
-    )
+        prepared.base, layers=layers, memory_limit_mb=512, disk_limit_mb=512, pids_limit=128, ttl_total=TTL_S, labels=labels
+    )  # fmt: skip
 
 
 # the agent's sandbox --------------------------------------------------------------------------------------------------
 
 
-async def _agent(client: Client, prepared: PreparedTask, script: Script, run: _Run, index: int) -> None:
-    labels = {"demo": prepared.task.id, "script": script.value, "rollout": str(index)}
-    args = _args(prepared.base, (prepared.workspace, prepared.harness), labels)
-    async with run.sandbox(client, args, "agent", "create") as sandbox:
-        with run.span(Phase.TOOLS, "tools"):
-            for turn in prepared.recordings[script].turns:
-                for call in turn.calls:
-                    run.steps.append(await _step(sandbox, call, run.clock))
+async def _agent(rollout: Recorded, prepared: PreparedTask, script: Script, run: _Run) -> None:
+    with run.span(Phase.TOOLS, "tools"):
+        for turn in prepared.recordings[script].turns:
+            for call in turn.calls:
+                run.steps.append(await _step(rollout, call, run))
+    with suppress(TooLarge):  # the agent's doing: of changes that nobody can carry none counts
+        run.changes = await rollout.changes(include=_INCLUDE)
+    with run.span(Phase.TESTS, "naive"):
         try:
-            source = await sandbox.changes(include=source_globs(prepared.task))
-            everything = await sandbox.changes(include=INCLUDE, max_bytes=0)
-        except TooLarge as error:  # the agent's doing: a list of changes that nobody can carry earns nothing
-            raise _Unfit(f"the changes are too many to collect: {error}") from error
-        run.graded = sift(prepared.task, source.changes, everything.changes)
-        with run.span(Phase.TESTS, "naive"):
-            try:
-                run.naive = await _naive(sandbox, prepared)
-            except FileError:  # an agent can fill its disk, or put a file where the tests belong
-                run.naive = 0
+            run.naive = await _naive(rollout, prepared, run)
+        except FileError:  # an agent can fill its disk, or put a file where the tests belong
+            run.naive = 0
+    with suppress(FileError):
+        run.ran = tuple(int(line) for line in (await rollout.files.read(MARKS)).split())
 
 
-async def _step(sandbox: Sandbox, call: Call, clock: Clock) -> Step:
+async def _step(rollout: Recorded, call: Call, run: _Run) -> Step:
     """Make one call. A refused file is a tool result, as it would be for a model; a lost sandbox is not, and raises."""
-    start = clock()
+    start = run.clock()
     match call:
         case Shell(line):
-            what, result = line, await sandbox.run_shell(line, cwd=WORKSPACE, timeout=_CALL_TIMEOUT_S)
+            env = {**run.mark(), "BASH_ENV": MARKS_OF_SHELLS}
+            result = await rollout.run_shell(line, cwd=WORKSPACE, env=env, timeout=_CALL_TIMEOUT_S)
+            return _made(line, result, start, run.clock)
         case Tool(arguments, stdin):
-            what = " ".join(("dsec-agent", *arguments))
-            result = await sandbox.exec((TOOL, *arguments), cwd=WORKSPACE, stdin=stdin, timeout=_CALL_TIMEOUT_S)
+            argv = (TOOL, *arguments)
+            result = await rollout.exec(argv, cwd=WORKSPACE, env=run.mark(), stdin=stdin, timeout=_CALL_TIMEOUT_S)
+            return _made(" ".join(("dsec-agent", *arguments)), result, start, run.clock)
         case Write(path, data):
-            return await _write_step(sandbox, path, data, clock)
-    return Step(what, result.exit_code, (clock() - start) * 1e3, _tail(result))
+            return await _write_step(rollout, path, data, run.clock)
 
 
-async def _write_step(sandbox: Sandbox, path: str, data: bytes, clock: Clock) -> Step:
+def _made(what: str, result: ExecResult, start: float, clock: Clock) -> Step:
+    """What was recorded took as long as it took then."""
+    ms = result.duration_s * 1e3 if result.replayed else (clock() - start) * 1e3
+    return Step(what, result.exit_code, ms, (result.stdout + result.stderr)[-_TAIL:].decode(errors="replace"))
+
+
+async def _write_step(rollout: Recorded, path: str, data: bytes, clock: Clock) -> Step:
     start, exit_code, said = clock(), 0, f"{len(data)} bytes"
     try:
-        await sandbox.files.write(path, data)
+        await rollout.files.write(path, data)
     except FileError as refused:
         exit_code, said = 1, str(refused)
     return Step(f"write {path}", exit_code, (clock() - start) * 1e3, said)
 
 
-def _tail(result: Result) -> str:
-    return (result.stdout + result.stderr)[-_TAIL:].decode(errors="replace")
-
-
-async def _naive(sandbox: Sandbox, prepared: PreparedTask) -> int:
+async def _naive(rollout: Recorded, prepared: PreparedTask, run: _Run) -> int:
     """The reward of a grader that trusts: the hidden tests run where the agent has been, and their printed summary is believed.
 
     The hidden tests come here only now, when the agent's turns are over and its changes are collected.
     """
     task = prepared.task
     for path in task.test_paths:
-        if await sandbox.files.exists(f"{WORKSPACE}/{path}"):
-            await sandbox.files.remove(f"{WORKSPACE}/{path}", recursive=True)
-        await sandbox.files.upload(prepared.hidden / path, f"{WORKSPACE}/{path}")
-    result = await sandbox.exec(task.test_command, cwd=WORKSPACE, timeout=TESTS_TIMEOUT_S, merge_stderr=True)
+        if await rollout.files.exists(f"{WORKSPACE}/{path}"):
+            await rollout.files.remove(f"{WORKSPACE}/{path}", recursive=True)
+        await rollout.files.upload(prepared.hidden / path, f"{WORKSPACE}/{path}")
+    marked = ("bash", "-c", 'exec "$@"', "bash", *task.test_command)
+    env = {**run.mark(), "BASH_ENV": MARKS_OF_SHELLS}
+    result = await rollout.exec(marked, cwd=WORKSPACE, env=env, timeout=TESTS_TIMEOUT_S, merge_stderr=True)
     return naive_reward(task, result.stdout.decode(errors="replace"))
 
 
-# the grading sandbox --------------------------------------------------------------------------------------------------
+# the verdict ----------------------------------------------------------------------------------------------------------
 
 
-async def _grade(client: Client, prepared: PreparedTask, run: _Run, index: int) -> Verdict:
-    """A fresh sandbox from pristine layers, the agent's source changes, the hidden tests; nothing else of the agent."""
-    if run.graded.too_large:
-        return Verdict(reward=0, reason="changes to the source are too large to grade")
-    labels = {"demo": prepared.task.id, "role": "grader", "rollout": str(index)}
-    args = _args(prepared.base, (prepared.workspace, prepared.tests), labels)
+async def _grade(client: DSecClient, rollout: Recorded, prepared: PreparedTask, run: _Run) -> Verdict:
+    """By the platform: a fresh sandbox from pristine layers, the agent's source changes, the hidden tests; nothing else of it.
+
+    The id makes it one grade, however often it is asked for.
+    """
+    task = prepared.task
     began = run.clock()
-    async with run.sandbox(client, args, "grader", "grade_create") as sandbox:
-        try:
-            with run.span(Phase.SETUP, "apply"):
-                await _apply(sandbox, prepared.task, run.graded)
-        except FileError as clash:  # in a pristine tree only what the agent left can do that
-            return Verdict(reward=0, reason=f"the changes to the source do not fit together: {clash}")
-        with run.span(Phase.TESTS, "grade_tests"):
-            result = await sandbox.exec(("/grading/bin/grade",), cwd="/", timeout=TESTS_TIMEOUT_S + 30)
-    run.ms["grade"] = (run.clock() - began) * 1e3
-    return _verdict(prepared.task, result)
+    verdict = await client.grade(
+        _args(prepared, (prepared.workspace,), {"demo": task.id, "role": "grader"}),
+        run.changes,
+        tests=prepared.tests,
+        expect=TestSet(task.fail_to_pass, task.pass_to_pass),
+        runner=runner_of(task),
+        include=tuple(glob for top in task.source_dirs for glob in (top, f"{top}/**")),
+        workdir=WORKSPACE,
+        timeout=TESTS_TIMEOUT_S,
+        grade_id=f"demo.{rollout.id}",
+    )
+    _note_grading(run, verdict, began)
+    return verdict
 
 
-async def _apply(sandbox: Sandbox, task: Task, graded: Graded) -> None:
-    """Put the kept changes in place. The tree is pristine and holds no link of the agent's, so every path means itself."""
-    for change in graded.keep:
-        path = os.fsdecode(change.path).lstrip("/")
-        if change.kind is ChangeKind.DELETE or change.opaque:
-            await _clear(sandbox, task, path)
-        if change.data is not None:
-            await sandbox.files.write(f"/{path}", change.data, mode=0o755 if change.mode & 0o111 else 0o644)
+def runner_of(task: Task) -> PytestRunner:
+    """The task's own test command, under the platform's supervisor."""
+    command = list(task.test_command)
+    options, paths = command[3 : -len(task.test_paths)], command[-len(task.test_paths) :]
+    own = [option for option in options if option not in ("-q", "-rpfE", "--color=no", "-p", "no:cacheprovider")]
+    return PytestRunner(
+        paths=tuple(paths), python=f"{PREFIX}/bin/python", pythonpath=(task.pythonpath,), arguments=tuple(own)
+    )
 
 
-async def _clear(sandbox: Sandbox, task: Task, path: str) -> None:
-    """Remove a file, or what is below a folder and may be graded: a deletion must not take test configuration with it."""
-    if not await sandbox.files.exists(f"/{path}"):
-        return
-    if (await sandbox.files.stat(f"/{path}")).kind is not FileKind.DIRECTORY:
-        await sandbox.files.remove(f"/{path}")
-        return
-    for entry in await sandbox.files.list(f"/{path}", depth=_DEPTH):
-        inside = os.fsdecode(entry.path).lstrip("/")
-        if entry.kind is not FileKind.DIRECTORY and why_not(task, inside) is None:
-            await sandbox.files.remove(f"/{inside}")
+def _note_grading(run: _Run, verdict: Verdict, began: float) -> None:
+    """When what was done, by the platform's own clock."""
+    ended, times = run.clock(), verdict.evidence.times
+    created = min(began + times.seal_s + times.create_s, ended)
+    applied = min(created + times.apply_s, ended)
+    run.note(Phase.SETUP, "grade_create", created - times.create_s, created)
+    run.note(Phase.SETUP, "apply", created, applied)
+    run.note(Phase.TESTS, "grade_tests", applied, min(applied + times.run_s, ended))
+    run.ms["grade"] = (ended - began) * 1e3
+    run.lives += [Life(sandbox, "grader", created, ended) for sandbox in verdict.evidence.graders[-1:]]
 
 
-def _verdict(task: Task, result: Result) -> Verdict:
-    """What the grading program printed, judged. Being killed is within the reach of the code under test, so it is a zero."""
-    try:
-        return judge(task, msgspec.json.decode(result.stdout, type=Outcomes))
-    except msgspec.DecodeError as error:
-        tail = _tail(result)
-        if result.timed_out or result.signal == "KILL":
-            return Verdict(reward=0, reason="grading was killed: the tests ran out of memory or time", output=tail)
-        raise GraderFailed(
-            f"grading ended with exit code {result.exit_code} and no results ({error}): {tail[-400:]}"
-        ) from error
+def reruns(rollout: Rollout) -> int:
+    """How often a command of it started that had started before, by the marks that commands left in the sandbox."""
+    return sum(count - 1 for count in Counter(rollout.ran).values())

@@ -14,6 +14,9 @@ from dsec.demo.tasks import Break, Task
 from dsec.demo.trees import WORKSPACE, FileFix
 
 TOOL = "/opt/dsec-agent/bin/dsec-agent"
+# Every command leaves its number in a file of the sandbox when it starts: what ran twice shows.
+MARKS = "/var/tmp/dsec-agent.calls"
+MARKS_OF_SHELLS = "/opt/dsec-agent/lib/mark.sh"
 
 
 class Script(str, Enum):

@@ -34,6 +34,10 @@ class Bar:
         self._zeros += rollout.reward == 0
         self._update(1)
 
+    def at(self, what: str, done: int, running: int) -> None:
+        """A burst that others run: what is the matter with it, how many rollouts are done and under way."""
+        self._progress.update(self._task, completed=done, news=f"{running} running  {what}")
+
     def _update(self, advance: int) -> None:
         news = f"{self._running} running  [green]{self._ones} ones[/]  [yellow]{self._zeros} zeros[/]"
         if self._invalid:

@@ -124,7 +124,16 @@ def test(*arguments: str) -> int:
     return done.returncode
 
 
+def mark() -> None:
+    """Leaves the number of this call, if it has one, where whoever made it can count how often it was started."""
+    number = os.environ.pop("DSEC_CALL", "")
+    if number:
+        with open("/var/tmp/dsec-agent.calls", "a", encoding="ascii") as file:
+            file.write(f"{number}\n")
+
+
 def main() -> None:
+    mark()
     tools: dict[str, Callable[..., int | None]] = {
         tool.__name__: tool for tool in (view, search, edit, create, patch, test)
     }
