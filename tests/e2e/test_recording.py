@@ -149,6 +149,15 @@ async def test_a_step_has_an_exec_id_of_its_own(rollout: Opened) -> None:
     assert (await rollout.shell(0, "true"))["done"]["exec_id"] == "step:0"
 
 
+async def test_an_exec_id_is_that_of_one_command(rollout: Opened) -> None:
+    """Of commands that are no steps, too."""
+    path = f"/v1/sandboxes/{rollout.info['sandbox']}/exec"
+    for line in ("echo 1", "echo 1"):
+        assert text(await rollout.raw.json("POST", path, json={"command": line, "exec_id": "mine"})) == b"1\n"
+    for other in ({"command": "echo 2"}, {"command": "echo 1", "env": {"A": "b"}}, {"command": "echo 1", "timeout": 1}):
+        assert (await refused(rollout.raw.json("POST", path, json={**other, "exec_id": "mine"}))).kind == "conflict"
+
+
 async def test_only_the_rollouts_own_sandbox_takes_its_steps(rollout: Opened, raw: Raw) -> None:
     other = await raw.open("another sandbox")
     path = f"/v1/sandboxes/{other.info['sandbox']}/exec"

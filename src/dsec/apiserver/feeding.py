@@ -72,8 +72,7 @@ async def send_ahead(link: EdgeLink, params: dict[str, object]) -> None:
         piece = {"data": blob[offset : offset + PIECE], "offset": offset}
         await link.call("exec.stage", {**_base(params), **piece, "step_of": params.get("step_of")})
     params["staged"] = len(blob)
-    if params["step"] is not None:
-        params["ahead_digest"] = blake3(blob).hexdigest()
+    params["ahead_digest"] = blake3(blob).hexdigest()
 
 
 def _shown(value: object) -> object:

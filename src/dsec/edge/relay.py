@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from dsec.backends.launcher import LauncherFailed
 from dsec.protocol.errors import ErrorKind, Fault
@@ -43,6 +44,21 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
     cursor: int = 0
     follow: bool = True
     staged: int | None = None
+    ahead_digest: str = ""
+
+
+_SPEC = tuple(
+    name
+    for name in (*ExecSpec.__struct_fields__, "ahead_digest")
+    if name not in ("exec_id", "detached", "stdin_open", "step", "stdin_digest")
+)
+
+
+def _spec(params: ExecParams) -> int:
+    """What tells one command from another that comes under the same exec_id: 63 bits of a digest of all that makes it what it
+    is, before anything of ours is added."""
+    asked = [getattr(params, name) for name in _SPEC]
+    return int.from_bytes(blake3(_encode(asked)).digest(8), "little") >> 1
 
 
 class _Variables(Target, frozen=True):
@@ -82,6 +98,7 @@ _RESENDABLE = frozenset(
         "fs.tar",
     )
 )
+_encode = msgspec.msgpack.Encoder(order="sorted").encode
 _DEATH_S = 0.25  # from the end of a connection to the news of the process's end, at most
 _NIL = b"\xc0"
 _MIB = 1024 * 1024
@@ -107,6 +124,7 @@ class Relay:
         fields = {name: getattr(params, name) for name in _EXEC_FIELDS}
         if fields.get("session") is None:  # a session has had them since it was opened, and may have changed them
             fields["env"] = await self._networks.with_variables(sandbox, params.env)
+        fields["spec"] = _spec(params)
         detached = params.detached and not params.follow
         stepped = None if params.step is None else await self.stepping.begin(sandbox, call)
         if stepped is not None:

@@ -106,6 +106,8 @@ pub struct Command {
     unexecuted: Option<i32>,
     /// The session whose shell runs it; 0: it is a process of its own.
     session: u32,
+    /// What tells its request from others.
+    spec: Option<u64>,
 }
 
 struct Pipe {
@@ -247,11 +249,20 @@ impl Chronus {
         found.map(|(number, _)| *number).ok_or_else(|| unknown(exec_id))
     }
 
-    /// The command that `exec` names, if it was started before. A fault when it was, and is not there any more.
-    pub fn started(&self, exec_id: &str) -> Result<Option<u32>, Fault> {
+    /// The command that `exec` names, if it was started before. A fault when it was, and is not there any more, or when
+    /// what is asked for now is another one: `spec` tells requests apart.
+    pub fn started(&self, exec_id: &str, spec: Option<u64>) -> Result<Option<u32>, Fault> {
         match self.find(exec_id) {
+            Ok(command) if spec.is_some() && self.get(command).is_some_and(|c| c.spec.is_some() && c.spec != spec) => {
+                Err(Fault::new("conflict", format!("exec_id {exec_id:?} is that of another command"))
+                    .hint("repeat the request as it was, or give each command an id of its own"))
+            }
             Ok(command) => Ok(Some(command)),
-            Err(fault) if self.forgotten.contains(&digest(exec_id)) => Err(fault),
+            Err(_) if self.forgotten.contains(&digest(exec_id)) => {
+                let text = format!("command {exec_id:?} ended long ago, and what came of it was dropped");
+                Err(Fault::new("outcome_unknown", text)
+                    .hint("it is not run again; give a new command an id of its own"))
+            }
             Err(_) => Ok(None),
         }
     }
@@ -319,6 +330,7 @@ impl Chronus {
             ended: None,
             unexecuted: None,
             session: 0,
+            spec: params.get("spec").and_then(Value::u64),
         };
         self.commands.insert(number, Box::new(command));
         self.push_stdin(number, epoll);

@@ -5,6 +5,7 @@ use super::fault::Fault;
 use super::feed::From;
 use super::files;
 use super::log::Place;
+use super::ops::{self, Known, Ops, Rest, Running};
 use super::os::{self, Epoll, Scratch, Watched};
 use super::ports::Ports;
 use super::watch::Watches;
@@ -114,17 +115,12 @@ enum Work {
     Started {
         command: u32,
     },
-    /// The reply comes when the shell of the session is ready.
-    Opened {
-        session: u32,
-    },
-    /// The reply comes when the interrupted command has ended, or does not.
-    Interrupted {
-        command: u32,
-    },
-    /// The reply comes when the session is gone.
-    Closed {
-        session: u32,
+    /// The reply comes when the shell of a session is ready or gone, or an interrupted command has ended, or does not.
+    Rest(Rest),
+    /// The reply comes when the operation is done. `told`: it is told of, else it is the operation's own.
+    Await {
+        op: String,
+        told: bool,
     },
     /// Data for a command's stdin that waits for room in its queue.
     Write {
@@ -145,6 +141,7 @@ pub struct Context<'a> {
     pub chronus: &'a mut Chronus,
     pub ports: &'a Ports,
     pub watches: &'a Watches,
+    pub ops: &'a Ops,
     pub epoll: &'a Epoll,
 }
 
@@ -161,6 +158,8 @@ pub struct Conn {
     blocked: bool,
     ledger: Ledger,
     works: Vec<(u32, Work)>,
+    /// The operations among them. What is lost with a connection did not happen, unless it goes on by itself.
+    running: Vec<(u32, Running)>,
     next: usize,
 }
 
@@ -175,10 +174,21 @@ pub enum Read {
 
 impl Conn {
     pub fn new(fd: Watched, token: u64) -> Conn {
-        let (input, out, works) = (Vec::new(), Vec::new(), Vec::new());
-        let ledger = Ledger::new();
         os::buffer_to_send(fd.raw(), SOCKET_BUFFER);
-        Conn { fd, token, greeted: false, dropped: 0, input, out, sent: 0, blocked: false, ledger, works, next: 0 }
+        Conn {
+            fd,
+            token,
+            greeted: false,
+            dropped: 0,
+            input: Vec::new(),
+            out: Vec::new(),
+            sent: 0,
+            blocked: false,
+            ledger: Ledger::new(),
+            works: Vec::new(),
+            running: Vec::new(),
+            next: 0,
+        }
     }
 
     pub fn follows(&self, number: u32) -> bool {
@@ -302,7 +312,7 @@ impl Conn {
             Event::Open { stream, method, params } => {
                 let writes = self.works.iter().filter(|(_, work)| matches!(work, Work::Write { .. })).count();
                 let outcome = match self.works.len() < MAX_STREAMS && writes < MAX_WAITING_WRITES {
-                    true => request(method, params, context),
+                    true => self.begin(stream, method, params, context),
                     false => Err(Fault::new("capacity", "too many requests at once on one connection").retryable()),
                 };
                 match outcome {
@@ -313,11 +323,31 @@ impl Conn {
             }
             Event::Data { stream, bytes } => self.data(stream, Some(bytes), context),
             Event::End { stream } => self.data(stream, None, context),
-            Event::Cancel { stream } => self.works.retain(|(id, _)| *id != stream),
+            Event::Cancel { stream } => {
+                self.works.retain(|(id, _)| *id != stream);
+                self.running.retain(|(id, _)| *id != stream);
+            }
             Event::Ping { bytes } => Frame { kind: Kind::Pong, stream: 0, payload: bytes }.put(&mut self.out),
             Event::Nothing => {}
         }
         Ok(())
+    }
+
+    /// Begins a request. One that is a known operation waits for what comes, or came, of that.
+    fn begin(&mut self, stream: u32, method: &str, params: Value, context: &mut Context) -> Result<Outcome, Fault> {
+        let Some(op) = ops::name(method, params)? else { return request(method, params, context) };
+        match context.ops.known(op) {
+            Known::Forgotten => return Err(ops::forgotten()),
+            Known::Nothing => {}
+            _ => return Ok(Outcome::Work(Work::Await { op: op.to_owned(), told: false })),
+        }
+        let mut running = context.ops.begin(op);
+        let outcome = request(method, params, context);
+        if let Ok(Outcome::Work(Work::Rest(rest))) = outcome {
+            running.rest = Some(rest);
+        }
+        self.running.push((stream, running)); // until `finish`, which also those come to that are done already
+        outcome
     }
 
     /// Data of the client, or its end.
@@ -342,15 +372,40 @@ impl Conn {
             _ => Ok(()),
         };
         self.ledger.consumed(stream, size, &mut self.out);
-        if let Err(fault) = result {
-            self.works.retain(|(id, _)| *id != stream);
-            self.finish(stream, Err(fault));
+        match result {
+            Err(fault) => {
+                self.works.retain(|(id, _)| *id != stream);
+                self.finish(stream, Err(fault));
+            }
+            Ok(()) if bytes.is_none() => self.complete(stream),
+            Ok(()) => {}
         }
+    }
+
+    /// An operation whose data has come to its end is done now or never: another connection may take this one's place before
+    /// the next turn.
+    fn complete(&mut self, stream: u32) {
+        let Conn { works, running, ledger, out, .. } = self;
+        let Some(at) = works.iter().position(|(id, _)| *id == stream) else { return };
+        let Work::Job(job) = &mut works[at].1 else { return };
+        if !running.iter().any(|(id, _)| *id == stream) {
+            return;
+        }
+        let result = match job.step(&mut Sink { ledger, out, stream }) {
+            Ok(Step::Done(payload)) => Ok(payload),
+            Ok(_) => return,
+            Err(fault) => Err(fault),
+        };
+        works.remove(at);
+        self.finish(stream, result);
     }
 
     // -- work --
 
     fn finish(&mut self, stream: u32, result: Result<Vec<u8>, Fault>) {
+        if let Some(at) = self.running.iter().position(|(id, _)| *id == stream) {
+            self.running.remove(at).1.ended(&result);
+        }
         let (kind, payload) = match result {
             Ok(payload) if payload.len() > MAX_PAYLOAD => {
                 (Kind::Error, Fault::new("too_large", "the answer is longer than a frame").pack())
@@ -377,6 +432,7 @@ impl Conn {
                 Ok(Step::Done(payload)) => {
                     self.works.remove(self.next);
                     self.finish(stream, Ok(payload));
+                    idle = 0; // somebody may have waited for it
                 }
                 Err(fault) => {
                     self.works.remove(self.next);
@@ -400,18 +456,31 @@ impl Conn {
                 Some((_, pid)) => Ok(Step::Done(Pack::default().map(1).str("pid").uint(pid as u64).0)),
                 None => Err(gone()),
             },
-            Work::Opened { session } => match chronus.session_opened(*session) {
-                None => Ok(Step::Wait),
-                Some(opened) => opened.map(Step::Done),
-            },
-            Work::Interrupted { command } => match chronus.session_interrupted(*command) {
-                None => Ok(Step::Wait),
-                Some(ended) => Ok(Step::Done(Pack::default().map(1).str("ended").bool(ended).0)),
-            },
-            Work::Closed { session } => match chronus.session_is_there(*session) {
-                true => Ok(Step::Wait),
-                false => Ok(Step::Done(Pack::default().map(0).0)),
-            },
+            Work::Rest(rest) => rest.result(chronus).map_or(Ok(Step::Wait), |result| result.map(Step::Done)),
+            Work::Await { op, told } => {
+                let result = match context.ops.known(op) {
+                    Known::Running => return Ok(Step::Wait),
+                    Known::Done(result) => result,
+                    Known::Left(rest) => match rest.result(chronus) {
+                        None => return Ok(Step::Wait),
+                        Some(result) => {
+                            context.ops.ended(op, &result);
+                            result
+                        }
+                    },
+                    known if *told => {
+                        let state = if matches!(known, Known::Forgotten) { "forgotten" } else { "unknown" };
+                        return Ok(Step::Done(ops::told(state, None)));
+                    }
+                    Known::Forgotten => Err(ops::forgotten()),
+                    Known::Nothing => Err(Fault::new("connection_lost", "it broke off before it was done").retryable()),
+                };
+                if *told {
+                    Ok(Step::Done(ops::told("done", Some(&result))))
+                } else {
+                    result.map(Step::Done)
+                }
+            }
             Work::Write { command, from, data } => {
                 let taken = chronus.feed(*command, from, data, context.epoll)?;
                 Ok(taken.map_or(Step::Wait, Step::Done))
@@ -515,7 +584,7 @@ fn follow(
 
 /// Begins what a client asks for.
 fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome, Fault> {
-    let Context { chronus, ports, watches, epoll } = context;
+    let Context { chronus, ports, watches, epoll, .. } = context;
     let nothing = || Ok(Outcome::Reply(Pack::default().map(0).0));
     let number = || chronus::exec_id(params);
     match method {
@@ -534,7 +603,8 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
             nothing()
         }
         "exec" => {
-            let (command, feeds) = match chronus.started(number()?)? {
+            let spec = params.get("spec").and_then(Value::u64);
+            let (command, feeds) = match chronus.started(number()?, spec)? {
                 Some(command) => (command, false),
                 None => match params.get("session").map(chronus::session::name) {
                     Some(name) => (chronus.session_exec(name?, params, epoll)?, true),
@@ -549,6 +619,10 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
                     Ok(Outcome::Work(Work::Started { command }))
                 }
             }
+        }
+        "op.wait" => {
+            let op = params.get("op").and_then(Value::str).ok_or_else(|| Fault::invalid("which op? there is none"))?;
+            Ok(Outcome::Work(Work::Await { op: op.to_owned(), told: true }))
         }
         "exec.attach" => {
             let command = chronus.find(number()?)?;
@@ -576,9 +650,9 @@ fn request(method: &str, params: Value, context: &mut Context) -> Result<Outcome
         "exec.signal" => chronus.signal(params).and_then(|()| nothing()),
         "exec.resize" => chronus.resize(params).and_then(|()| nothing()),
         "exec.list" => Ok(Outcome::Reply(chronus.list())),
-        "session.open" => Ok(Outcome::Work(Work::Opened { session: chronus.session_open(params, epoll)? })),
-        "session.close" => Ok(Outcome::Work(Work::Closed { session: chronus.session_close(params)? })),
-        "session.interrupt" => Ok(Outcome::Work(Work::Interrupted { command: chronus.session_interrupt(params)? })),
+        "session.open" => Ok(Outcome::Work(Work::Rest(Rest::Opened(chronus.session_open(params, epoll)?)))),
+        "session.close" => Ok(Outcome::Work(Work::Rest(Rest::Closed(chronus.session_close(params)?)))),
+        "session.interrupt" => Ok(Outcome::Work(Work::Rest(Rest::Interrupted(chronus.session_interrupt(params)?)))),
         "session.list" => Ok(Outcome::Reply(chronus.session_list())),
         "port.connect" | "port.listen" | "port.accept" => {
             Ok(Outcome::Work(Work::Job(ports.request(method, params, epoll)?)))

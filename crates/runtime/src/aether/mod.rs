@@ -13,6 +13,7 @@ mod files;
 pub mod fuzzing;
 mod limits;
 mod log;
+mod ops;
 mod os;
 mod patch;
 mod ports;
@@ -29,6 +30,7 @@ mod watch;
 use crate::birth::Sandbox;
 use chronus::Chronus;
 use conn::{Conn, Context, Read};
+use ops::Ops;
 use os::{check, Epoll, Fd, Scratch};
 use ports::Ports;
 use watch::Watches;
@@ -59,6 +61,19 @@ mod token {
 const MAX_UNGREETED: usize = 4;
 const EVENTS_A_TURN: usize = 64;
 
+/// What requests work on, as they see it.
+macro_rules! context {
+    ($aether:expr) => {
+        Context {
+            chronus: &mut $aether.chronus,
+            ports: &$aether.ports,
+            watches: &$aether.watches,
+            ops: &$aether.ops,
+            epoll: &$aether.epoll,
+        }
+    };
+}
+
 struct Aether {
     epoll: Epoll,
     listener: Fd,
@@ -67,6 +82,7 @@ struct Aether {
     chronus: Chronus,
     ports: Ports,
     watches: Watches,
+    ops: Ops,
     conns: Vec<Conn>,
     epoch: u64,
     next_conn: u32,
@@ -144,6 +160,7 @@ impl Aether {
             chronus,
             ports: Ports::default(),
             watches: Watches::default(),
+            ops: Ops::default(),
             conns,
             epoch: 0,
             next_conn: 0,
@@ -154,10 +171,7 @@ impl Aether {
 
     fn turn(&mut self) {
         let mut more = false;
-        let (mut context, scratch) = (
-            Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll },
-            &mut self.scratch,
-        );
+        let (mut context, scratch) = (context!(self), &mut self.scratch);
         self.conns.retain_mut(|conn| {
             let unfinished = conn.pump(scratch, &mut context);
             let alive = conn.flush(context.epoll);
@@ -234,8 +248,7 @@ impl Aether {
 
     fn read(&mut self, token: u64) {
         let Some(at) = self.conns.iter().position(|conn| conn.token == token) else { return };
-        let mut context =
-            Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll };
+        let mut context = context!(self);
         match self.conns[at].read(&mut self.scratch, &mut context) {
             Read::Nothing => {}
             Read::Closed => drop(self.conns.remove(at)),
@@ -253,8 +266,7 @@ impl Aether {
         if preamble.epoch >= self.epoch {
             self.epoch = preamble.epoch;
             self.conns.retain(|conn| !conn.greeted);
-            let mut context =
-                Context { chronus: &mut self.chronus, ports: &self.ports, watches: &self.watches, epoll: &self.epoll };
+            let mut context = context!(self);
             if conn.greet(preamble, self.epoch, &mut context).is_ok() {
                 self.conns.push(conn);
             }

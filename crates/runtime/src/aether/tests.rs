@@ -1,5 +1,6 @@
 //! A real aether, PID 1 of a PID namespace of its own, driven over its socket. Needs root.
 
+mod operations;
 mod ports;
 mod sessions;
 mod terminals;
@@ -1148,6 +1149,6 @@ fn a_command_that_was_forgotten_is_not_run_again() {
     for _ in 0..300 {
         assert_eq!(client.shell("").number("exit_code"), 0);
     }
-    assert_eq!(once(&mut client).fault().0, "not_found");
+    assert_eq!(once(&mut client).fault().0, "outcome_unknown");
     assert_eq!(std::fs::read(marks).expect("marks"), b"x");
 }

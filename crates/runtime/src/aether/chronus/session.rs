@@ -470,6 +470,7 @@ impl Chronus {
             ended: None,
             unexecuted: None,
             session: session_number,
+            spec: params.get("spec").and_then(Value::u64),
         };
         let spill = self.spill();
         for (stream, bytes) in between {
