@@ -220,9 +220,14 @@ async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
     err: list[bytes] = []
     size = 0
     done: ExecDone | None = None
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + max(wait_s, MIN_WAIT_S)
-    timer = loop.call_at(deadline, stream.wake)
+    over = False
+
+    def time_is_up() -> None:  # said by the timer, since it may come a little before its time
+        nonlocal over
+        over = True
+        stream.wake()
+
+    timer = asyncio.get_running_loop().call_later(max(wait_s, MIN_WAIT_S), time_is_up)
     try:
         while True:
             for item in stream.take():
@@ -234,7 +239,7 @@ async def _gather(stream: LinkStream, wait_s: float) -> ExecReply:
             if stream.ended:
                 done = await stream.result(ExecDone)
                 break
-            if loop.time() >= deadline:
+            if over:
                 break
             await stream.change()
     finally:

@@ -47,16 +47,12 @@ class ExecParams(ExecSpec, frozen=True, kw_only=True):
     ahead_digest: str = ""
 
 
-_SPEC = tuple(
-    name
-    for name in (*ExecSpec.__struct_fields__, "ahead_digest")
-    if name not in ("exec_id", "detached", "stdin_open", "step", "stdin_digest")
-)
+_SPEC = ("argv", "line", "cwd", "env", "user", "stdin", "merge_stderr", "limits", "session", "pty", "ahead_digest")
 
 
 def _spec(params: ExecParams) -> int:
-    """What tells one command from another that comes under the same exec_id: 63 bits of a digest of all that makes it what it
-    is, before anything of ours is added."""
+    """What tells one command from another that comes under the same exec_id, before anything of ours is added: 63 bits of a
+    digest. How long it may run and how much of it is kept is not part of it."""
     asked = [getattr(params, name) for name in _SPEC]
     return int.from_bytes(blake3(_encode(asked)).digest(8), "little") >> 1
 

@@ -116,11 +116,14 @@ async def test_a_started_command_has_no_deadline_unless_given(sandbox: Sandbox) 
 
 
 async def test_one_exec_id_is_one_run(sandbox: Sandbox) -> None:
-    first = await sandbox.start("echo x >> /tmp/runs; echo out; exit 4", exec_id="only-once")
-    results = await asyncio.gather(*(sandbox.run_shell("echo x >> /tmp/runs", exec_id="only-once") for _ in range(5)))
+    line = "echo x >> /tmp/runs; echo out; exit 4"
+    first = await sandbox.start(line, exec_id="only-once")
+    results = await asyncio.gather(*(sandbox.run_shell(line, exec_id="only-once") for _ in range(5)))
     assert {(r.exit_code, r.text) for r in results} == {(4, "out\n")}
     assert (await first.wait()).exit_code == 4
     assert await sandbox.files.read_text("/tmp/runs") == "x\n"
+    with pytest.raises(dsec.Conflict, match="only-once"):
+        await sandbox.run_shell("echo y >> /tmp/runs", exec_id="only-once")
     for wrong in ("", "a b", "x" * 65, "a/b"):
         if wrong:
             with pytest.raises(dsec.InvalidRequest, match="exec_id"):
