@@ -485,7 +485,6 @@ class Sandbox:
         merge_stderr: bool = False,
         exec_id: str | None = None,
         limits: ExecLimits | None = None,
-        step: int | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a line in the image's bash (else sh) and waits for its end, however long that takes.
@@ -493,8 +492,7 @@ class Sandbox:
         cwd and user default to the sandbox's; env is added to it; stdin None is /dev/null. timeout and idle_timeout (no
         output) in seconds: at either the command's whole tree is killed, the output so far kept (`result.timed_out`).
         max_output_bytes is kept of each stream. The same exec_id again gives the first run's result and runs nothing;
-        so does the same `step`, a number of the caller's own, with the same request (`result.replayed`); with another request it
-        is a Conflict.
+        with another command it is a Conflict.
         limits: resource limits of its processes below the sandbox's own. stdin may be given piece by piece.
         check=True raises CommandFailed unless the exit code is 0.
         """
@@ -511,7 +509,6 @@ class Sandbox:
                 merge_stderr=merge_stderr,
                 exec_id=exec_id,
                 limits=limits,
-                step=step,
                 check=check,
             )
         )
@@ -530,7 +527,6 @@ class Sandbox:
         merge_stderr: bool = False,
         exec_id: str | None = None,
         limits: ExecLimits | None = None,
-        step: int | None = None,
         check: bool = False,
     ) -> ExecResult:
         """Runs a program with its arguments, no shell in between. Everything else as in `run_shell`."""
@@ -547,7 +543,6 @@ class Sandbox:
                 merge_stderr=merge_stderr,
                 exec_id=exec_id,
                 limits=limits,
-                step=step,
                 check=check,
             )
         )

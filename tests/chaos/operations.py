@@ -21,7 +21,7 @@ DEADLINE_S = 40.0
 LINES = 200_000
 STEPS = {
     "create": ("create.mount", "create.launch", "create.journal"),
-    "exec": ("exec.intent", "exec.run", "exec.outcome"),
+    "exec": ("step.intent", "step.run", "step.outcome"),
     "stream": ("exec.run",),
     "write": ("write.file",),
     "pause": ("pause.freeze", "pause.journal"),
@@ -76,16 +76,22 @@ async def create(point: Point) -> Verdict:
 
 
 async def exec(point: Point) -> Verdict:
-    mark = f"/var/once-{point.number}"
+    """A command as a step of a rollout, which a client that lost its connection opens again."""
+    name, mark = f"chaos-{point.number}", "/var/once"
+
+    async def asked() -> tuple[int, int]:
+        async with point.client.rollout(name, point.args) as rollout:
+            code = (await rollout.run_shell(f"echo x >> {mark}; sleep 0.05; exit 37")).exit_code
+            return code, len((await rollout.files.read(mark)).splitlines())
+
     try:
-        result = await again(lambda: point.sandbox.run_shell(f"echo x >> {mark}; sleep 0.05; exit 37", step=1))
-        count = len((await again(lambda: point.sandbox.files.read(mark))).splitlines())
+        code, count = await again(asked)
     except SandboxUnavailable:
         return Verdict(died=True)
     return Verdict(
         lost="" if count else "exec: it never ran",
         doubled=f"exec: it ran {count} times" if count > 1 else "",
-        wrong_code="" if result.exit_code == 37 else f"exec: {result.exit_code} instead of 37",
+        wrong_code="" if code == 37 else f"exec: {code} instead of 37",
     )
 
 

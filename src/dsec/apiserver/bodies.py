@@ -86,7 +86,7 @@ class ExecRequest(ExecSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def _named(self, step: StepRef | None) -> str:
         if step is None:
-            return checked_exec_id(self.exec_id or (new_exec_id() if self.step is None else step_exec_id(self.step)))
+            return checked_exec_id(self.exec_id or new_exec_id())
         name = step_exec_id(step.step)
         if self.exec_id not in ("", name):
             raise Fault(

@@ -97,7 +97,6 @@ class Edge:
             runtime=self._runtime,
             version=VERSION,
         )
-        service.settle_steps()
         guard = Guard(Known(self._lifecycle, self._rollouts))
         handlers = guard.over(service.handlers())
         recorder.settle()

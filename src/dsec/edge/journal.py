@@ -3,12 +3,12 @@
     file   = magic, record*
     record: `protocol.checked`, of msgpack
 
-A sandbox is recorded whole when it runs (`Record`), then by what changes (`Change`), by the steps of its rollout (`Step`) and
-by its end; a job whole at each change of it (`JobRecord`), and by its account (`Totals`). All changes of one turn leave in one
-write(2), which the death of this process does not undo; a power cut may lose the last ones, and need not keep them: a reboot
-ends every sandbox anyway. Reading stops at the first record that is cut off or does not match its checksum, and the file is cut
-there. When most of it is superseded, it is written anew beside itself and renamed, so that its size stays bounded by what is
-alive, the last `KEEP_ENDED` ends and their last `KEEP_STEPS` steps.
+A sandbox is recorded whole when it runs (`Record`), then by what changes (`Change`) and by its end; a job whole at each change
+of it (`JobRecord`), and by its account (`Totals`). All changes of one turn leave in one write(2), which the death of this
+process does not undo; a power cut may lose the last ones, and need not keep them: a reboot ends every sandbox anyway. Reading
+stops at the first record that is cut off or does not match its checksum, and the file is cut there. When most of it is
+superseded, it is written anew beside itself and renamed, so that its size stays bounded by what is alive and the last
+`KEEP_ENDED` ends.
 
 One process at a time has it: a lock beside it says so, and a second edge on the same directory is refused by name.
 """
@@ -27,29 +27,12 @@ import msgspec
 
 from dsec.protocol.checked import intact, pack
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.specs import DSecContainerRunArgs, ExecDone, Reason, State
+from dsec.protocol.specs import DSecContainerRunArgs, Reason, State
 from dsec.rollout.jobs import JobRecord, Totals
 
 _MAGIC = b"DSECJRN\x01"
 KEEP_ENDED = 10_000
-KEEP_STEPS = 100_000
-"""Steps of ended sandboxes; those of live ones are all kept."""
 COMPACT_FROM = 16 * 1024 * 1024
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step of a rollout: what was asked, by which command it is done, and what came of it.
-
-    digest: blake3 of the request. done is None from the moment before the command starts until its outcome is known;
-    *_digest are blake3 of the bytes kept of each stream, whose true sizes are in `done`.
-    """
-
-    step: int
-    digest: str
-    exec_id: str
-    done: ExecDone | None = None
-    stdout_digest: str = ""
-    stderr_digest: str = ""
 
 
 class Looks(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,11 +116,6 @@ class _Changed(msgspec.Struct, omit_defaults=True):
     change: Change
 
 
-class _Stepped(msgspec.Struct, omit_defaults=True):
-    step_of: str
-    step: Step
-
-
 class _Job(msgspec.Struct, omit_defaults=True):
     """A job, whole; None: forgotten."""
 
@@ -165,8 +143,6 @@ class _Any(Record, kw_only=True, omit_defaults=True):
     ended: str = ""
     changed: str = ""
     change: Change = Change()
-    step_of: str = ""
-    step: Step | None = None
     job_of: str = ""
     of_job: JobRecord | None = None
     spent_by: str = ""
@@ -183,8 +159,6 @@ class Journal:
         self._path = path
         self._live: dict[str, Record] = {}
         self._past: dict[str, Record] = {}
-        self._steps: dict[str, dict[int, Step]] = {}
-        self._past_steps = 0
         self._jobs: dict[str, JobRecord] = {}
         self._epoch = 0
         self._behind = False
@@ -240,12 +214,7 @@ class Journal:
         elif record.spent_by and record.totals is not None:
             if (job := self._jobs.get(record.spent_by)) is not None:
                 job.totals = record.totals
-        elif record.step_of and record.step is not None:
-            if not record.step.exec_id:
-                self._steps.get(record.step_of, {}).pop(record.step.step, None)
-            elif record.step_of in self._live:
-                self._steps.setdefault(record.step_of, {})[record.step.step] = record.step
-        else:
+        elif record.id:
             kept = Record(**{name: getattr(record, name) for name in Record.__struct_fields__})
             if kept.ended_at is None:
                 self._live[kept.id] = kept
@@ -263,13 +232,6 @@ class Journal:
     def jobs(self) -> list[JobRecord]:
         """Every job that was not forgotten."""
         return list(self._jobs.values())
-
-    def steps(self, id: str) -> dict[int, Step]:
-        """The steps of a sandbox by number, also after its end; empty when it had none or they were dropped with it."""
-        return dict(self._steps.get(id, {}))
-
-    def step(self, id: str, number: int) -> Step | None:
-        return self._steps.get(id, {}).get(number)
 
     # -- writing --
 
@@ -295,17 +257,6 @@ class Journal:
         if (record := self._live.get(id)) is not None:
             _change(record, change)
             self._add(_encode(_Changed(id, change)))
-
-    def stepped(self, id: str, step: Step) -> None:
-        """Before a step's command starts (without `done`), and again when its outcome is known."""
-        if id in self._live:
-            self._steps.setdefault(id, {})[step.step] = step
-            self._add(_encode(_Stepped(id, step)))
-
-    def unstepped(self, id: str, number: int) -> None:
-        """A step whose command never started: its number is free again."""
-        if self._steps.get(id, {}).pop(number, None) is not None:
-            self._add(_encode(_Stepped(id, Step(step=number, digest="", exec_id=""))))
 
     def job(self, record: JobRecord) -> None:
         """A job as it is now; it may go on changing, and is told of again."""
@@ -348,18 +299,10 @@ class Journal:
         self._file = self._lock = -1
 
     def _now_past(self, record: Record) -> None:
-        """The oldest ends make room, and the steps of ended sandboxes have a bound of their own."""
+        """The oldest ends make room."""
         self._past[record.id] = record
-        self._past_steps += len(self._steps.get(record.id, ()))
         while len(self._past) > KEEP_ENDED:
-            oldest = next(iter(self._past))
-            del self._past[oldest]
-            self._drop_steps(oldest)
-        while self._past_steps > KEEP_STEPS:
-            self._drop_steps(next(id for id in self._past if id in self._steps))
-
-    def _drop_steps(self, id: str) -> None:
-        self._past_steps -= len(self._steps.pop(id, ()))
+            del self._past[next(iter(self._past))]
 
     def _add(self, payload: bytes) -> None:
         self._pending.append(pack(payload))
@@ -409,8 +352,7 @@ class Journal:
         beside = self._path.with_suffix(".new")
         records = [_encode(_Epoch(self._epoch))] if self._epoch else []
         records += [_encode(_Job(job.id, job)) for job in self._jobs.values()]
-        for record in self.records():
-            records += _whole(record, self._steps.get(record.id, {}))
+        records += map(_encode, self.records())
         data = _MAGIC + b"".join(map(pack, records))
         self._compact_at = max(
             COMPACT_FROM, 2 * len(data)
@@ -428,15 +370,6 @@ class Journal:
             raise
         os.close(self._file)
         self._file, self._size = file, len(data)
-
-
-def _whole(record: Record, steps: dict[int, Step]) -> list[bytes]:
-    """All that is known of one sandbox. Its end comes after its steps, as it did."""
-    if not steps or record.ended_at is None or record.reason is None:
-        return [_encode(record), *(_encode(_Stepped(record.id, step)) for step in steps.values())]
-    running = msgspec.structs.replace(record, ended_at=None)
-    end = _Ended(record.id, record.state, record.reason, record.detail, record.ended_at)
-    return [_encode(running), *(_encode(_Stepped(record.id, step)) for step in steps.values()), _encode(end)]
 
 
 def _change(record: Record, change: Change) -> None:

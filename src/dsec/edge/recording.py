@@ -41,7 +41,6 @@ class _Asked(msgspec.Struct, frozen=True):
     step_of: StepRef | None = None
     exec_id: str = ""
     cursor: int = 0
-    step: int | None = None
 
 
 class _Intent(msgspec.Struct, frozen=True):
@@ -91,12 +90,8 @@ class Recorder:
             asked = call.params(_Asked)
             if asked.step_of is not None:
                 return await self._step(kind, call, asked, asked.step_of)
-            if kind == "exec" and is_step_exec_id(asked.exec_id) and asked.step is None:
-                raise Fault(
-                    ErrorKind.INVALID,
-                    f"exec_id {asked.exec_id!r}: such names are given by steps",
-                    hint="choose another",
-                )
+            if kind == "exec":
+                _not_of_a_step(asked.exec_id)
             if kind == "exec.wait":
                 raise Fault(
                     ErrorKind.INVALID, "exec.wait is a step of a rollout, and this is none", hint="attach instead"

@@ -25,7 +25,6 @@ from .network import Networks
 from .sandbox import Sandbox
 from .sealing import refuse_if_sealed
 from .starts import Starts
-from .stepping import Digests, Stepping
 from .terminals import Terminals
 
 
@@ -107,7 +106,6 @@ class Relay:
         self._networks = networks
         self._terminals = Terminals(runtime)
         self._starts = Starts()
-        self.stepping = Stepping(lifecycle, self._done)
 
     async def exec(self, call: Call) -> object:
         """`exec`: foreground commands count as activity; how a limit ended one is added to its result."""
@@ -122,27 +120,15 @@ class Relay:
             fields["env"] = await self._networks.with_variables(sandbox, params.env)
         fields["spec"] = _spec(params)
         detached = params.detached and not params.follow
-        stepped = None if params.step is None else await self.stepping.begin(sandbox, call)
-        if stepped is not None:
-            fields["exec_id"] = stepped.step.exec_id
-        with self.stepping.starting(sandbox, stepped), sandbox.sleep.short() if detached else sandbox.activity():
+        with sandbox.sleep.short() if detached else sandbox.activity():
             if params.pty is not None and params.session is None:
                 await self._terminals.ready(sandbox)
             place = await self._starts.take()
             try:
                 with step("exec.run", sandbox.id):
-
-                    async def run(method: str, digests: Digests | None = None) -> bytes:
-                        return await self._forward(
-                            call, sandbox, method, fields, upload=params.stdin_open, resend=not params.stdin_open,
-                            digests=digests,
-                        )  # fmt: skip
-
-                    if stepped is not None and detached:
-                        return await self.stepping.started(sandbox, stepped, run)
-                    if stepped is not None:
-                        return await self.stepping.run(sandbox, stepped, run, whole=params.cursor == 0)
-                    reply = await run("exec")
+                    reply = await self._forward(
+                        call, sandbox, "exec", fields, upload=params.stdin_open, resend=not params.stdin_open
+                    )
             finally:
                 place.free()
         if detached:
@@ -157,7 +143,6 @@ class Relay:
         fields = {"exec_id": params.exec_id, "cursor": params.cursor}
         with sandbox.activity():
             reply = await self._forward(call, sandbox, "exec.attach", fields, upload=False, resend=True)
-        await self.stepping.recorded(sandbox, params.exec_id)
         return await self._done(sandbox, reply)
 
     async def poll(self, call: Call) -> object:
@@ -168,7 +153,6 @@ class Relay:
         reply = await self._forward(call, sandbox, "exec.poll", fields, upload=False, resend=True)
         if reply == _NIL:
             return None
-        await self.stepping.recorded(sandbox, params.exec_id)
         return await self._done(sandbox, reply)
 
     async def plain(self, call: Call) -> object:
@@ -199,7 +183,6 @@ class Relay:
         *,
         upload: bool,
         resend: bool = False,
-        digests: Digests | None = None,
     ) -> bytes:
         """One request to aether; sent once more when the connection turns out dead before anything came back."""
         for attempt in range(2):
@@ -212,8 +195,6 @@ class Relay:
                 async for item in stream:
                     passed += 1
                     if isinstance(item, Data):
-                        if digests is not None:
-                            digests.take(item)
                         await call.send(item.data, item.channel)
                     elif isinstance(item, Note):
                         call.note_raw(item.payload)
@@ -237,8 +218,7 @@ class Relay:
         done = decode(reply, _Done)
         detail = await self._detail(sandbox, done) if done.reason is not None else ""
         sandbox.log(f"exec {done.exec_id} exit {done.exit_code}" + (f" ({done.reason})" if done.reason else ""))
-        number = self.stepping.number(sandbox, done.exec_id)
-        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, detail=detail, step=number)
+        return msgspec.structs.replace(done, incarnation=sandbox.incarnation, detail=detail)
 
     async def _detail(self, sandbox: Sandbox, done: _Done) -> str:
         """The limit that a command met, and the use of it."""

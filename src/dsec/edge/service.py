@@ -150,10 +150,6 @@ class Service:
         self.accounts = Accounts(lifecycle)
         self.jobs = JobService(lifecycle, self.accounts, rollouts.count)
 
-    def settle_steps(self) -> None:
-        """After a restart: learns what became of the steps that an earlier edge had under way."""
-        self._relay.stepping.settle_open()
-
     def handlers(self) -> dict[str, Handler]:
         table: dict[str, Handler] = {
             "sandbox.create": self.create,

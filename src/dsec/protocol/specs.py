@@ -173,8 +173,7 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     timeout and idle_timeout in seconds; max_output_bytes per stream; the same exec_id again attaches to the first run.
     detached: the reply comes at once and the command is no activity. stdin None means /dev/null;
-    stdin_open keeps a pipe open for later writes. step numbers a step of a rollout: the same request under that number again is
-    the same run, another one is a conflict; stdin_digest is blake3 of a stdin that does not come with the request itself.
+    stdin_open keeps a pipe open for later writes. stdin_digest is blake3 of all of a step's stdin, also of what comes later.
     session: the name of an open session whose shell runs the line.
     pty: the command gets a terminal of this size as its stdin, stdout and stderr; all its output is stdout.
     """
@@ -193,7 +192,6 @@ class ExecSpec(msgspec.Struct, frozen=True, kw_only=True):
     merge_stderr: bool = False
     detached: bool = False
     limits: ExecLimits | None = None
-    step: int | None = None
     stdin_digest: str = ""
     session: str | None = None
     pty: PtySize | None = None

@@ -8,9 +8,8 @@ import os
 from collections.abc import AsyncIterable, Mapping, Sequence
 
 import msgspec
-from blake3 import blake3
 
-from dsec.protocol.ids import new_exec_id, step_exec_id
+from dsec.protocol.ids import new_exec_id
 from dsec.protocol.specs import ExecLimits, ExecReply, ExecSpec, PtySize
 
 from .errors import Conflict, InvalidRequest, NotFound
@@ -76,7 +75,6 @@ def body_of(
     merge_stderr: bool,
     exec_id: str | None,
     limits: ExecLimits | None,
-    step: int | None = None,
     stdin_open: bool = False,
     session: str | None = None,
     pty: PtySize | None = None,
@@ -91,7 +89,7 @@ def body_of(
     source = source_of(stdin)
     inline = source[:INLINE] if isinstance(source, bytes) else None
     return ExecBody(
-        exec_id=exec_id or (new_exec_id() if step is None else step_exec_id(step)),
+        exec_id=exec_id or new_exec_id(),
         line=command if isinstance(command, bytes) else None,
         argv=() if isinstance(command, bytes) else tuple(os.fsencode(word) for word in command),
         cwd=None if cwd is None else os.fsencode(cwd),
@@ -104,8 +102,6 @@ def body_of(
         max_output_bytes=max_output_bytes,
         merge_stderr=merge_stderr,
         limits=limits,
-        step=step,
-        stdin_digest=blake3(source).hexdigest() if step is not None and isinstance(source, bytes) else "",
         session=session,
         pty=pty,
         wait_s=WAIT_S,
