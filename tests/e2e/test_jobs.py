@@ -169,18 +169,21 @@ async def test_rollouts_of_a_job_are_its_own(client: DSecClient, platform: embed
         assert refused.value.kind == "not_found"
         first = await raw.open("r", job=job.name)
         assert first.info["job"] == job.id
-        assert (await raw.open("r", job=job.name)).id == first.id
+        again = await raw.open("r", job=job.name)
+        assert again.id == first.id
         [inside] = [info async for info in job.sandboxes()]
         assert (inside.id, inside.job) == (first.info["sandbox"], job.name)
         with pytest.raises(Refused, match="max_sandboxes"):
             await raw.open("another", job=job.name)
-        assert (await job.usage()).rollouts == 1
+        await again.shell(0, "true")
+        usage = await job.usage()
+        assert (usage.rollouts, usage.steps) == (1, 1)
         await job.stop()
         assert (await first.now())["reason"] == "job_end"
-    async with client.job("e2e-rollouts") as again:
-        afresh = await raw_open(platform, again.name)
-        assert afresh["steps"] == 0 and afresh["job"] == again.id != job.id
-        await again.stop()
+    async with client.job("e2e-rollouts") as later:
+        afresh = await raw_open(platform, later.name)
+        assert afresh["steps"] == 0 and afresh["job"] == later.id != job.id
+        await later.stop()
 
 
 async def raw_open(platform: embedded.Endpoint, job: str) -> Json:

@@ -213,6 +213,16 @@ async def test_all_stand_still_before_anybody_waits_for_memory(place: Place) -> 
     assert (await asyncio.wait_for(pausing, DEADLINE)).under_way is JobWork.NONE
 
 
+async def test_a_slow_disk_does_not_hold_up_the_answer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.edge.jobs.GIVEN_BACK_S", 0.01)
+    await place.ask("open")
+    for _ in range(5):
+        await place.life.create(ARGS, 10, "j")
+    place.backend.gates["reclaim"].clear()
+    info = await asyncio.wait_for(place.ask("pause"), DEADLINE)
+    assert info.under_way is JobWork.NONE and len(place.backend.frozen) == 5
+
+
 async def test_a_resume_does_not_wait_for_the_pause_to_be_through(place: Place) -> None:
     await place.ask("open")
     for _ in range(50):

@@ -28,6 +28,8 @@ from .sandbox import Sandbox
 TICK_S = 0.1
 AT_ONCE = 16
 """Sandboxes of a job that are being frozen or thawed at once."""
+GIVEN_BACK_S = 4.0
+"""How long the pause of a job waits for memory once all of it stands still; the rest follows as fast as the disk takes it."""
 FRESH_S = 1.0
 """How old the samples may be that `job.usage` answers with."""
 MAX_WAIT_S = 300.0
@@ -285,7 +287,8 @@ class _Work:
                 await asyncio.wait((previous.task,))
             await asyncio.gather(*(self._one(sandbox) for sandbox in members))
             if self.kind is JobWork.PAUSE:  # all stand still before anybody waits for memory
-                await self._unless_superseded(*(self._lifecycle.pauses.given_back(sandbox) for sandbox in members))
+                given_back = (self._lifecycle.pauses.given_back(sandbox) for sandbox in members)
+                await self._unless_superseded(*given_back, most_s=GIVEN_BACK_S)
         done(self)
 
     async def _one(self, sandbox: Sandbox) -> None:
@@ -303,11 +306,11 @@ class _Work:
                     _log.error("a sandbox does not follow its job", job=self.job.name, work=self.kind.value,
                                sandbox=sandbox.id, error=fault.body.message)  # fmt: skip
 
-    async def _unless_superseded(self, *waits: Coroutine[None, None, object]) -> None:
-        """Until all of them are through, or something else is asked of the job."""
+    async def _unless_superseded(self, *waits: Coroutine[None, None, object], most_s: float | None = None) -> None:
+        """Until all of them are through, or something else is asked of the job, or for `most_s`."""
         waiting = asyncio.gather(*waits)
         superseded = asyncio.ensure_future(self._superseded.wait())
-        await asyncio.wait((waiting, superseded), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiting, superseded), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         superseded.cancel()
         waiting.cancel()
         with suppress(asyncio.CancelledError):
