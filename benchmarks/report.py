@@ -60,6 +60,8 @@ PROMISES = {
     "pause_s_500": Promise("value", "most", 6),
     "resume_s_500": Promise("value", "most", 6),
     "mb_returned_share": Promise("value", "least", 0.7),
+    "steps_per_s": Promise("value", "least", 5000),
+    "reruns": Promise("value", "most", 0),
 }
 
 

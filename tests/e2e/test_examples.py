@@ -17,6 +17,15 @@ SAID = {
     "quickstart.py": ["hello from sb-", "pypi: refused"],
     "burst.py": ["64 of 64 sandboxes created, used and removed"],
     "inspect_eval.py": ["3: It has 3 lines.", "accuracy 1 over 8 samples"],
+    "preempted.py": [
+        "turn 6: live, 7 lines",
+        "killed in turn 7",
+        "turn 6: replayed, 7 lines",
+        "killed in turn 14",
+        "turn 13: replayed, 14 lines",
+        "turn 19: live, 20 lines",
+        "finished with reward 1 after 40 steps",
+    ],
     "services.py": ["the model is http://model", "the agent answers: desserts, says the model", "the name is gone"],
     "sync_client.py": ["1\n2\n3\nexit code 0\n", "the command exited with 2", "write project/count.sh", "files=1"],
     "worker_loop.py": [

@@ -30,6 +30,7 @@ from dsec import (
 )
 from dsec.protocol.export import check_export
 from dsec.protocol.rollouts import RolloutState
+from dsec.rollout.trajectory import TrajectoryStore
 from dsec.sdk import commands, replay
 from tests.apiserver.serving import KEY, apiserver
 
@@ -314,6 +315,10 @@ async def test_what_cannot_be_asked_for_is_no_step(platform: Platform) -> None:
             lambda: rollout.run_shell("true", max_output_bytes=17 << 20),
             lambda: rollout.files.read("a\0b"),
             lambda: rollout.run_shell("\ud800"),
+            lambda: rollout.run_shell("x" * (4 << 20)),
+            lambda: rollout.exec(["true"], env={f"V{number}": "x" * 1000 for number in range(5000)}),
+            lambda: rollout.files.list("/", depth=0),
+            lambda: rollout.files.mkdir("/a", mode=-1),
         ):
             with pytest.raises((InvalidRequest, dsec.FileError, UnicodeEncodeError)):
                 await wrong()
@@ -593,3 +598,30 @@ async def test_events_of_a_started_command(platform: Platform) -> None:
 
     live, replayed = await twice(platform, "events", work)
     assert live == replayed
+
+
+async def test_a_damaged_log_replays_up_to_the_damage(tmp_path: Path) -> None:
+    async with RecordingEdge(tmp_path) as edge, apiserver(tmp_path, edge) as url:
+        async with DSecClient(url, KEY, request_timeout=20) as client:
+            await recorded(Platform(edge, client), "damaged", *(f"echo {number}" for number in range(8)))
+            id = (await find(Platform(edge, client), "damaged")).id
+            edge.store.close()
+            log = tmp_path / "rollouts" / id / "log"
+            data = bytearray(log.read_bytes())
+            at = data.index(b"echo 5")
+            data[at] ^= 1
+            log.write_bytes(data)
+            edge.store = TrajectoryStore(tmp_path / "rollouts")
+            edge.store.load()
+            async with client.rollout("damaged", ARGS) as rollout:
+                for number in range(5):
+                    assert (await rollout.run_shell(f"echo {number}")).replayed
+                before = edge.runs
+                with pytest.raises(dsec.OutcomeUnknown, match="damaged from step 5"):
+                    await rollout.run_shell("echo 5")
+                with pytest.raises(Conflict, match=r"step 5 of rollout 'damaged' was refused .* damaged from step 5"):
+                    await rollout.run_shell("echo 6")
+                assert edge.runs == before
+                rollout._finished = True
+            found = [record.step async for record in client.rollouts.steps(id, stop=5)]
+            assert found == list(range(5))

@@ -25,25 +25,25 @@ _ATTEMPT = frozenset(
         "stdin", "stdin_open", "ahead", "ahead_digest",
     )
 )  # fmt: skip
-_EXEC_DEFAULTS: dict[str, object] = {
-    name: msgspec.structs.fields(ExecSpec)[index].default for index, name in enumerate(ExecSpec.__struct_fields__)
-}
+_OF_COMMANDS = _ATTEMPT | {"exec_id"}
+_EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
 def canonical(kind: str, params: Mapping[str, object]) -> bytes:
-    """JSON of a request by the link's method and its parameters. Absent, default, None and empty are one."""
-    skipped = _ATTEMPT | {"exec_id"} if kind == "exec" else _ATTEMPT
-    defaults = _EXEC_DEFAULTS if kind == "exec" else {}
+    """JSON of a request by the link's method and its parameters. Absent, the default, and empty (where that is the default)
+    are one."""
+    command = kind == "exec"
+    skipped = _OF_COMMANDS if command else _ATTEMPT
+    defaults = _EXEC_DEFAULTS if command else {}
     asked: dict[str, object] = {"kind": kind}
     if params.get("detached") and params.get("stdin_open"):  # else only the way in which a long stdin is sent
         asked["stdin_open"] = True
     for name, value in params.items():
         if name in skipped:
             continue
-        plain = plain_of(value)
-        if plain in (None, "", [], {}) or plain == plain_of(defaults.get(name)):
-            continue
-        asked[name] = plain
+        plain, default = plain_of(value), defaults.get(name)
+        if plain != default and not (default is None and plain in _EMPTY):
+            asked[name] = plain
     if isinstance(ahead := params.get("ahead"), Mapping):  # what came before the request, being too long for it
         asked.update(ahead)
     return msgspec.json.encode(asked, order="sorted")
@@ -56,19 +56,25 @@ def digest_of(request: bytes) -> str:
 
 def plain_of(value: object) -> object:
     """A value as the canonical form has it."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return _text(bytes(value))
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, str):
         return value if len(value) <= LONG else _text(value.encode("utf-8", "surrogatepass"))
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _text(bytes(value))
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list | tuple):
+        return [plain_of(item) for item in value]
     if isinstance(value, msgspec.Struct):
         return plain_of({name: getattr(value, name) for name in value.__struct_fields__})
     if isinstance(value, Mapping):
         return {str(name): plain_of(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [plain_of(item) for item in value]
     return value
+
+
+_PLAIN = frozenset((type(None), bool, int))
 
 
 def _text(data: bytes) -> object:
@@ -78,6 +84,17 @@ def _text(data: bytes) -> object:
         return data.decode()
     except UnicodeDecodeError:
         return {"b64": base64.b64encode(data).decode()}
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return None if field.default is msgspec.NODEFAULT else field.default
+
+
+_EXEC_DEFAULTS: dict[str, object] = {
+    field.name: None if (default := plain_of(_default(field))) in _EMPTY else default
+    for field in msgspec.structs.fields(ExecSpec)
+}
+"""What a command is asked for when nothing is said; None where that is nothing."""
 
 
 def difference(recorded: bytes, asked: bytes) -> Diverged:

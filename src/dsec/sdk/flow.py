@@ -105,7 +105,7 @@ async def of_step(steps: Steps, number: int, flow: Flow, record: StepRecord | No
         except ConnectionLost as error:
             await patience.wait(error)
         except DSecError as error:
-            raise steps.seen(number, error) from error.__cause__
+            raise await steps.seen(number, error) from error.__cause__
 
 
 async def _behind(seen: int, source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

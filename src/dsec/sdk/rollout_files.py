@@ -16,7 +16,7 @@ from dsec.protocol.specs import FileInfo, FileKind
 
 from . import archive, flow
 from .archive import Downloaded
-from .errors import DSecError, FileInvalid, FileMissing, NotADirectory
+from .errors import DSecError, FileInvalid, FileMissing, InvalidRequest, NotADirectory
 from .files import MAX_READ, Files, LocalPath, RemotePath
 from .flow import Flow
 from .replay import Contents
@@ -26,6 +26,7 @@ from .transport import Target
 
 T = TypeVar("T")
 _MAX_PATH = 4096
+_DEEPEST = 4096
 
 
 class _Size(msgspec.Struct):
@@ -82,7 +83,7 @@ class RolloutFiles(Files):
         user: str | None = None,
     ) -> Coroutine[Any, Any, int]:
         """Replaces the file atomically and makes its parents; how many bytes there are now. Arguments as of `Sandbox.files`."""
-        params = {"path": _path(path), "mode": mode, "owner": owner, "user": user}
+        params = {"path": _path(path), "mode": _mode(mode), "owner": owner, "user": user}
         if isinstance(data, str):
             data = data.encode()
         if isinstance(data, bytes | bytearray | memoryview):
@@ -108,6 +109,8 @@ class RolloutFiles(Files):
 
     def list(self, path: RemotePath, *, depth: int = 1, user: str | None = None) -> Coroutine[Any, Any, list[FileInfo]]:
         """Entries of a directory, depth levels down; symlinks are not followed. Paths are bytes."""
+        if not 1 <= depth <= _DEEPEST:
+            raise InvalidRequest(f"depth={depth} is not between 1 and {_DEEPEST}")
         params = {"path": _path(path), "depth": depth, "user": user}
         return self._step("fs.list", params, lambda files: files.list(path, depth=depth, user=user), _entries)
 
@@ -130,7 +133,7 @@ class RolloutFiles(Files):
         self, path: RemotePath, *, mode: int = 0o755, parents: bool = True, user: str | None = None
     ) -> Coroutine[Any, Any, None]:
         """Makes a directory; one that is there already is fine with parents=True, else FileExistsError."""
-        params = {"path": _path(path), "mode": mode, "parents": parents, "user": user}
+        params = {"path": _path(path), "mode": _mode(mode), "parents": parents, "user": user}
         return self._step(
             "fs.mkdir", params, lambda files: files.mkdir(path, mode=mode, parents=parents, user=user), _nothing
         )
@@ -208,6 +211,12 @@ def _path(path: RemotePath) -> bytes:
         what = "empty" if not name else f"longer than {_MAX_PATH} bytes" if len(name) > _MAX_PATH else "with a NUL byte"
         raise FileInvalid(f"a path that is {what} names no file")
     return name
+
+
+def _mode(mode: int | None) -> int | None:
+    if mode is not None and not 0 <= mode <= 0o7777:
+        raise InvalidRequest(f"mode={mode} is not permission bits")
+    return mode
 
 
 def _uploaded(source: bytes, path: bytes) -> tuple[str, dict[str, object]]:

@@ -16,7 +16,7 @@ from dsec.protocol.signals import signal_number
 from dsec.protocol.specs import ExecDone, ExecReply, PtySize
 
 from .commands import WAIT_S, ExecBody, body_of, cells, run, source_of, text_or_bytes
-from .errors import DSecError, InvalidRequest, NotFound, Unsupported, from_body
+from .errors import DSecError, InvalidRequest, NotFound, TooLarge, Unsupported, from_body
 from .process import Process
 from .replay import Contents
 from .results import Event, ExecResult, Exit, Stderr, Stdout, exec_result
@@ -30,6 +30,7 @@ T = TypeVar("T")
 _MIB = 1024 * 1024
 PIECE = 256 * 1024  # bytes of stdin that one step writes
 KEPT = 16 * _MIB  # of each stream, by the log
+LONGEST = 4 * _MIB - 4096  # bytes of a command; twice what the kernel takes
 _WRITER = "rollout"
 
 StepStdin = bytes | bytearray | memoryview | str | AsyncIterable[bytes] | None
@@ -73,11 +74,18 @@ def named(body: ExecBody, number: int, stdin: bytes | None) -> ExecBody:
 
 
 def within(body: ExecBody) -> ExecBody:
-    """InvalidRequest for more output than the log keeps, which could not be replayed."""
+    """InvalidRequest for more output than the log keeps, which could not be replayed; TooLarge for a command that no service
+    takes: what is refused before it is recorded must be no step."""
     if body.max_output_bytes > KEPT:
         raise InvalidRequest(
             f"max_output_bytes={body.max_output_bytes}: the log keeps {KEPT} bytes of each stream of a step",
             hint="let the command write to a file, and read that",
+        )
+    words = (body.line or b"", *body.argv, *(f"{name}={value}".encode() for name, value in body.env.items()))
+    if (size := sum(map(len, words)) + len(words)) > LONGEST:
+        raise TooLarge(
+            f"a command line, arguments and environment of {size} bytes are over the limit of {LONGEST}",
+            hint="write the script or the data to a file with files.write, or pass it through stdin",
         )
     return body
 

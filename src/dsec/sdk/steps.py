@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
+from dsec.protocol.errors import ErrorKind
 from dsec.protocol.link import MAX_RECORD, RecordReader
 from dsec.protocol.requests import canonical, digest_of, divergence
 from dsec.protocol.rollouts import RolloutInfo, RolloutState, StepRecord, StepRef
@@ -241,7 +242,7 @@ class Steps:
             except ConnectionLost as error:
                 await patience.wait(error)
             except DSecError as error:
-                seen = self.seen(number, error)
+                seen = await self.seen(number, error)
                 if asked.otherwise is None:
                     raise seen from error.__cause__
                 return asked.otherwise(seen)
@@ -271,7 +272,7 @@ class Steps:
             details={"sandbox_id": info.sandbox, "reason": reason, "replayed": self.replayed, "step": number},
         )
 
-    def seen(self, number: int, error: DSecError) -> DSecError:
+    async def seen(self, number: int, error: DSecError) -> DSecError:
         """What the service says of a step, for who made it. After some of it there can be no further step."""
         if isinstance(error, SandboxUnavailable):
             error.message += (
@@ -281,7 +282,30 @@ class Steps:
             error.details = {**error.details, "replayed": self.replayed, "step": number}
         elif isinstance(error, RolloutFenced | ReplayDivergence):
             self.end(error)
+        elif error.kind in _PERHAPS_REFUSED and not await self._has(number):
+            what = f"step {number} of rollout {self.info.name!r} was refused before it was recorded: {error.message}"
+            self.end(
+                Conflict(what, hint="no step can follow it; open the rollout again and make another one in its place")
+            )
         return error
+
+    async def _has(self, number: int) -> bool:
+        """Whether the step is recorded. Those after it would wait for one that is not."""
+        try:
+            info = await self.transport.call("GET", f"/v1/rollouts/{self.info.id}", RolloutInfo)
+        except DSecError:
+            return True
+        return info.steps > number
+
+
+_PERHAPS_REFUSED = frozenset(
+    (
+        ErrorKind.AUTHENTICATION, ErrorKind.PERMISSION, ErrorKind.QUOTA, ErrorKind.INVALID, ErrorKind.NOT_FOUND,
+        ErrorKind.CONFLICT, ErrorKind.CAPACITY, ErrorKind.OUTCOME_UNKNOWN, ErrorKind.TOO_LARGE, ErrorKind.UNSUPPORTED,
+        ErrorKind.INTERNAL, ErrorKind.NO_SPACE, ErrorKind.FILE_INVALID,
+    )
+)  # fmt: skip
+"""What may come of a request before anybody has looked which step it is."""
 
 
 class Patience:
