@@ -29,7 +29,7 @@ BASE = "debian@12"
 _FILLING = 4
 _CHECKED = 24
 _SETTLE_S = 60.0
-_STILL_S = 2.0
+_STILL_S = 5.0
 _HOLDER = f"""
 import glob, hashlib, os, sys
 
