@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -625,3 +626,26 @@ async def test_a_damaged_log_replays_up_to_the_damage(tmp_path: Path) -> None:
                 rollout._finished = True
             found = [record.step async for record in client.rollouts.steps(id, stop=5)]
             assert found == list(range(5))
+
+
+LEFT_OUT = {
+    "stop": "finish says that it is over, and stops it",
+    "info": "of the rollout; the sandbox's is sandbox.info()",
+    "seal": "grading does it",
+}
+
+
+@pytest.mark.parametrize(
+    ("of", "plain"),
+    [
+        (Rollout, dsec.Sandbox), (dsec.RolloutFiles, dsec.Files), (dsec.RolloutProcess, dsec.Process),
+        (dsec.RolloutSession, dsec.Session),
+    ],
+)  # fmt: skip
+def test_every_method_of_a_sandbox_is_there_with_its_arguments(of: type, plain: type) -> None:
+    for name, method in inspect.getmembers(plain, inspect.isfunction):
+        if name.startswith("_") or (of is Rollout and name in LEFT_OUT):
+            continue
+        wanted = [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
+        found = [(p.name, p.kind, p.default) for p in inspect.signature(getattr(of, name)).parameters.values()]
+        assert found == [one for one in wanted if of is not Rollout or name == "process" or one[0] != "exec_id"], name
