@@ -1159,6 +1159,38 @@ class Rollout:
         """What differs from the layers, as of `Sandbox.changes`."""
         return portal.begin(lambda: self._inner.changes(include=include, max_bytes=max_bytes))
 
+    def grade(
+        self,
+        *,
+        tests: LayerRef | str,
+        expect: TestSet = TestSet(fail_to_pass=(), pass_to_pass=(), partial=False),
+        runner: PytestRunner | CommandRunner = PytestRunner(
+            paths=(), python="python3", pythonpath=(), arguments=(), env={}, limits=None, allow=()
+        ),
+        include: Sequence[str] = ("**",),
+        exclude: Sequence[str] = (),
+        workdir: str | None = None,
+        timeout: float = 600,
+        args: DSecContainerRunArgs | None = None,
+    ) -> Verdict:
+        """Judges what its agent changed, as of `DSecClient.grade`: the sandbox is sealed, the verdict recorded. args: the
+        environment of the tests, else that of the rollout.
+
+        A verdict that is not valid is not recorded: opened again, the rollout grades anew.
+        """
+        return portal.begin(
+            lambda: self._inner.grade(
+                tests=tests,
+                expect=expect,
+                runner=runner,
+                include=include,
+                exclude=exclude,
+                workdir=workdir,
+                timeout=timeout,
+                args=args,
+            )
+        )
+
     def forward(self, port: int, *, local_port: int = 0, local_host: str = "127.0.0.1") -> Forward:
         """A port inside as one of this machine, as of `Sandbox.forward`. Not recorded."""
         return Forward._of(portal.call(lambda: self._inner.forward(port, local_port=local_port, local_host=local_host)))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 
+import msgspec
 from starlette.responses import Response
 
 from dsec.protocol.errors import ErrorKind, Fault
-from dsec.protocol.grading import GradeReply, GradeSpec, Verdict
+from dsec.protocol.grading import GradeReply, GradeSpec, Verdict, grade_params
 from dsec.protocol.ids import new_request_id
+from dsec.protocol.requests import canonical
+from dsec.protocol.rollouts import StepRecord, StepRef
 
 from .bodies import MAX_WAIT_S, GradeRequest
 from .exchange import MAX_JSON, Exchange
@@ -28,6 +31,8 @@ async def grade(x: Exchange) -> Response:
         raise Fault(ErrorKind.INVALID, "grade_id is not 1 to 64 letters, digits and ._:-")
     spec = asked.spec()
     await _check_scope(x, spec)
+    if (step := x.step) is not None:
+        return await _as_step(x, step, spec, asked.wait_s)
     return await _reply(x, x.platform.grades.begin(_own(x, grade_id), spec), asked.wait_s)
 
 
@@ -50,11 +55,57 @@ async def _check_scope(x: Exchange, spec: GradeSpec) -> None:
     x.scope.require_layers(spec.args)
     if spec.source.sandbox:
         link = await x.services.fleet.route(spec.source.sandbox)
-        await link.call("sandbox.info", {"request_id": x.request_id, "sandbox": spec.source.sandbox})
+        asked: dict[str, object] = {"request_id": x.request_id, "sandbox": spec.source.sandbox}
+        await link.call("sandbox.info", asked if x.step is None else {**asked, "step_of": x.step})
+
+
+class _Step(msgspec.Struct, frozen=True):
+    """record: a `StepRecord` in JSON."""
+
+    record: bytes | None = None
+    sandbox: str = ""
+
+
+async def _as_step(x: Exchange, step: StepRef, spec: GradeSpec, wait_s: float) -> Response:
+    """The verdict as the step of a rollout: recorded before anybody is told, and told from the record ever after. One that is
+    not valid is none: the same step again grades anew."""
+    link = await x.platform.fleet.home("rollout", step.rollout)
+    ref: dict[str, object] = {"request_id": x.request_id, "step_of": step}
+    request = canonical("grade", grade_params(spec))
+    known = await link.call("rollout.intent", {**ref, "kind": "grade", "request": request}, _Step)
+    if known.record is not None:
+        return _recorded(x, known.record)
+    if known.sandbox != spec.source.sandbox:
+        raise Fault(
+            ErrorKind.INVALID, f"rollout {step.rollout} has another sandbox", hint=f"grade that one: {known.sandbox}"
+        )
+    task = x.platform.grades.begin(f"{step.rollout}.{step.step}", spec)
+    await asyncio.wait((task,), timeout=wait_s)
+    if not task.done() or task.cancelled():
+        return await _reply(x, task, 0)
+    if isinstance(error := task.exception(), Fault):
+        if error.body.kind not in (ErrorKind.INVALID, ErrorKind.NOT_FOUND):
+            raise error
+        told: dict[str, object] = {"error": error.body}
+    elif error is None and task.result().valid:
+        told = {"result": msgspec.json.encode(task.result())}
+    else:
+        return await _reply(x, task, 0)
+    recorded = await link.call("rollout.outcome", {**ref, **told}, _Step)
+    assert recorded.record is not None
+    return _recorded(x, recorded.record)
+
+
+def _recorded(x: Exchange, record: bytes) -> Response:
+    known = msgspec.json.decode(record, type=StepRecord)
+    if known.error is not None:
+        raise Fault.from_body(known.error)
+    verdict = msgspec.json.decode(known.result or b"null", type=Verdict)
+    return x.reply(GradeReply(done=verdict), incarnation=x.asked_incarnation())
 
 
 async def _reply(x: Exchange, task: asyncio.Task[Verdict], wait_s: float) -> Response:
     await asyncio.wait((task,), timeout=wait_s)
     if task.cancelled():
         raise Fault(ErrorKind.CONNECTION_LOST, "the apiserver is stopping", hint="ask again", retryable=True)
-    return x.reply(GradeReply(done=task.result() if task.done() else None))
+    return x.reply(GradeReply(done=task.result() if task.done() else None), incarnation=x.asked_incarnation())

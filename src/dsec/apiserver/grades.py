@@ -54,7 +54,8 @@ class Grades:
         self._grades: OrderedDict[str, _Grade] = OrderedDict()
 
     def begin(self, grade_id: str, spec: GradeSpec) -> asyncio.Task[Verdict]:
-        """Starts a grade, or joins the one of that id; Fault conflict when that is of something else."""
+        """Starts a grade, or joins the one of that id; Fault conflict when that is of something else. One that came to no
+        valid verdict is begun anew."""
         digest = blake3(msgspec.json.encode(spec)).digest()
         if (known := self._grades.get(grade_id)) is not None and not _failed(known.task):
             if known.digest != digest:
@@ -101,4 +102,4 @@ class Grades:
 
 
 def _failed(task: asyncio.Task[Verdict]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+    return task.done() and (task.cancelled() or task.exception() is not None or not task.result().valid)

@@ -285,7 +285,7 @@ class Recorder:
 
     async def intent(self, call: Call) -> object:
         """`rollout.intent`: a step that somebody else runs. The reply's `record` is its `StepRecord` (JSON) once its outcome is
-        known."""
+        known; `sandbox` the rollout's."""
         asked = call.params(_Intent)
         ref = asked.step_of
         trajectory = self._checked(ref)
@@ -297,7 +297,8 @@ class Recorder:
             else:
                 self._intend(trajectory, ref, asked.kind, asked.request)
         _same(known, ref, asked.request)
-        return {"record": msgspec.json.encode(known) if known.done_at is not None else None}
+        record = msgspec.json.encode(known) if known.done_at is not None else None
+        return {"record": record, "sandbox": trajectory.sandbox}
 
     async def outcome(self, call: Call) -> object:
         """`rollout.outcome`: what came of such a step. The first that is told counts, and is the reply (JSON)."""

@@ -128,6 +128,12 @@ class GradeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     timeout: float = 600.0
 
 
+def grade_params(spec: GradeSpec) -> dict[str, object]:
+    """What a grade asks as a step of a rollout: all but whose changes, which are the rollout's."""
+    asked = msgspec.to_builtins(spec)
+    return {name: value for name, value in asked.items() if name != "source"}
+
+
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 

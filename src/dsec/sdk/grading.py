@@ -8,7 +8,7 @@ from dsec.protocol.grading import GradeReply, GradeSpec, Verdict
 from dsec.protocol.specs import LayerRef
 
 from .errors import NotFound
-from .transport import Transport, encode
+from .transport import Target, Transport, encode
 
 _WAIT_S = 20
 
@@ -38,6 +38,16 @@ async def grade(transport: Transport, spec: GradeSpec, grade_id: str | None = No
         except NotFound:
             reply = await _ask(transport, body)
     return reply.done
+
+
+async def grade_step(transport: Transport, spec: GradeSpec, target: Target) -> Verdict:
+    """The same as a step of a rollout, which the same request asks for again."""
+    fields = {name: getattr(spec, name) for name in GradeSpec.__struct_fields__}
+    body = encode(_Asked(**fields, grade_id="", wait_s=_WAIT_S))
+    while True:
+        reply = await transport.call("POST", "/v1/grade", GradeReply, body=body, target=target, wait=_WAIT_S)
+        if reply.done is not None:
+            return reply.done
 
 
 async def _ask(transport: Transport, body: bytes) -> GradeReply:

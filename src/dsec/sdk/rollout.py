@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from dsec.protocol.grading import CommandRunner, GradeSource, GradeSpec, PytestRunner, TestSet, Verdict, grade_params
 from dsec.protocol.link import MAX_RECORD
 from dsec.protocol.rollouts import RolloutInfo, RolloutState
 from dsec.protocol.specs import (
@@ -18,6 +19,7 @@ from dsec.protocol.specs import (
     ChangeSet,
     DSecContainerRunArgs,
     ExecLimits,
+    LayerRef,
     Network,
     ProcessInfo,
     PtySize,
@@ -26,6 +28,7 @@ from dsec.protocol.specs import (
     Usage,
 )
 
+from . import grading
 from .commands import ExecBody, Started, body_of, text_or_bytes
 from .errors import Conflict, InvalidRequest, NotFound, ReplayDivergence
 from .ports import Exposed, Forward
@@ -315,6 +318,43 @@ class Rollout:
                     tuple(records_of(record, contents, Change, max(_MAX_CHANGE, MAX_RECORD))),
                     result_of(record, _Totals).truncated,
                 ),
+            )
+        )
+
+    def grade(
+        self,
+        *,
+        tests: LayerRef | str,
+        expect: TestSet = TestSet(),
+        runner: PytestRunner | CommandRunner = PytestRunner(),
+        include: Sequence[str] = ("**",),
+        exclude: Sequence[str] = (),
+        workdir: str | None = None,
+        timeout: float = 600,
+        args: DSecContainerRunArgs | None = None,
+    ) -> Coroutine[Any, Any, Verdict]:
+        """Judges what its agent changed, as of `DSecClient.grade`: the sandbox is sealed, the verdict recorded. args: the
+        environment of the tests, else that of the rollout.
+
+        A verdict that is not valid is not recorded: opened again, the rollout grades anew.
+        """
+        spec = GradeSpec(
+            args=args or self._steps.info.args,
+            source=GradeSource(sandbox=self.sandbox_id, incarnation=self.incarnation),
+            tests=grading.layer(tests),
+            expect=expect,
+            runner=runner,
+            include=tuple(include),
+            exclude=tuple(exclude),
+            workdir=workdir,
+            timeout=timeout,
+        )
+        request = request_of("grade", grade_params(spec))
+        return self._steps.step(
+            lambda _: Asked(
+                request,
+                lambda target: grading.grade_step(self._transport, spec, target),
+                lambda record, _: result_of(record, Verdict),
             )
         )
 

@@ -56,6 +56,7 @@ async def test_nothing_runs_and_nothing_changes_any_more(agent: dsec.Sandbox) ->
 async def test_a_paused_one_is_sealed_asleep(shop: Shop, agent: dsec.Sandbox) -> None:
     await agent.files.write("/workspace/src/shop/__init__.py", FIXED)
     await agent.start("while :; do echo x >> /workspace/mark; done")
+    await agent.run_shell("until [ -s mark ]; do sleep .01; done", timeout=30, check=True)
     await agent.pause()
     await agent.seal()
     assert (await agent.info()).state is dsec.State.PAUSED
