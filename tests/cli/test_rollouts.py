@@ -169,6 +169,9 @@ def test_what_a_step_looks_like() -> None:
         "/f from 3, 9 B", "3.0 MB (10 B kept)",
     )  # fmt: skip
     assert shown("fs.move", {}, source=b"/a", target=b"/b")[0] == "/a -> /b"
+    assert shown("grade", {"reward": 0.5, "reason": "tests_failed"}, tests="hidden@1")[:2] == (
+        "hidden@1", "reward 0.5, tests_failed",
+    )  # fmt: skip
     assert shown("fs.list", {"count": 3}, path=b"/")[1] == "3 entries"
     assert shown("sandbox.network", {}, rules={"pypi": True, "npm": False})[0] == "-npm +pypi"
     assert [span(s) for s in (0.0031, 1.25, 250, 7500)] == ["3ms", "1.2s", "4m10s", "2h05m"]

@@ -94,6 +94,8 @@ def _what(kind: str, asked: dict[str, object], record: StepRecord) -> str:
         case "sandbox.changes":
             globs = asked.get("include")
             return " ".join(map(str, globs)) if isinstance(globs, list) else ""
+        case "grade":
+            return text(asked.get("tests", ""))
         case "session.open" | "session.close" | "session.interrupt":
             return text(asked.get("name", ""))
     return path or command
@@ -130,7 +132,9 @@ def _came(record: StepRecord) -> tuple[str, str]:
     if isinstance(result, dict) and "exit_code" in result:
         return _ended(record)
     parts = []
-    if isinstance(result, dict):
+    if record.kind == "grade" and isinstance(result, dict):
+        parts.append(f"reward {result.get('reward')}, {result.get('reason')}")
+    elif isinstance(result, dict):
         if "pid" in result and record.kind == "exec":
             parts.append(f"pid {result['pid']}")
         parts += [f"{result[name]} {word}" for name, word in _COUNTS.items() if isinstance(result.get(name), int)]
