@@ -89,6 +89,11 @@ impl Memory {
         self.bell.as_raw_fd()
     }
 
+    /// For other threads: `memory_moved` looks after them, too.
+    pub fn bell(&self) -> &OwnedFd {
+        &self.bell
+    }
+
     pub fn is_busy(&self, slot: u32) -> bool {
         self.busy.contains_key(&slot)
     }
@@ -163,6 +168,7 @@ impl Launcher {
             self.tear_down(slot); // which waits for this, if it has begun
         }
         self.memory.start_jobs();
+        self.uppers_removed();
     }
 }
 

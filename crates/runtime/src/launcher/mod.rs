@@ -7,6 +7,7 @@ mod ids;
 mod memory;
 mod poller;
 mod pool;
+mod removal;
 mod root;
 mod slot;
 mod sweep;
@@ -131,6 +132,7 @@ struct Launcher {
     retries: VecDeque<(u64, u32)>,
     freezes: Vec<verbs::Freeze>,
     memory: memory::Memory,
+    removals: removal::Removals,
     sweeps: Vec<sweep::Sweep>,
 }
 
@@ -185,6 +187,8 @@ impl Launcher {
         // Nothing may be left of a start that fails.
         let made = Self::move_in(&options, &sockets, &null, &cgroups).inspect_err(|_| cgroups.leave());
         let (uppers, zygote) = made?;
+        let memory = memory::Memory::new()?;
+        let removals = removal::Removals::new(memory.bell())?;
         let mut launcher = Launcher {
             tools: Tools { cgroups, uppers, zygote, null, sockets },
             control: Control::new(control),
@@ -207,7 +211,8 @@ impl Launcher {
             deadlines: VecDeque::new(),
             retries: VecDeque::new(),
             freezes: Vec::new(),
-            memory: memory::Memory::new()?,
+            memory,
+            removals,
             sweeps: Vec::new(),
         };
         launcher.poller.add(launcher.control.fd(), Token::Edge).at("start", || "watch the edge".into())?;

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 pub enum Token {
     Edge,
     Zygote,
-    /// A thread that moves memory is done.
+    /// A thread that moves memory or removes an upper is done.
     Memory,
     /// PID 1 of the slot said something.
     Answer(u32),

@@ -73,8 +73,10 @@ impl Launcher {
             if let Some((_, link)) = sandbox {
                 let _ = sys::unlinkat(sockets, &c(link.as_str()), 0);
             }
-            if let Err(failure) = self.tools.uppers.empty(number, slot.upper) {
-                log(&failure);
+            match self.tools.uppers.empty(number, slot.upper) {
+                Ok(None) => {}
+                Ok(Some(removal)) => self.removals.begin(number, removal),
+                Err(failure) => log(&failure),
             }
         }
         match self.tools.cgroups.remove(number) {
@@ -86,7 +88,9 @@ impl Launcher {
             }
             Err(failure) => log(&failure),
         }
-        self.gone(number);
+        if !self.removals.is_busy(number) {
+            self.gone(number);
+        }
     }
 
     fn retry_at(&mut self, when: u64, number: u32) {

@@ -167,6 +167,8 @@ const USED: [&str; 4] = ["referenced", "rsv_data", "rsv_meta_pertrans", "rsv_met
 const UPPER: &CStr = c"u";
 const WORK: &CStr = c"w";
 const SHM: &CStr = c"s";
+/// Directories that uppers wait in to be removed, behind it the number of the slot.
+const ASIDE: &str = "g";
 
 fn name(slot: u32) -> String {
     format!("s{slot}")
@@ -186,11 +188,14 @@ impl Uppers {
         .at(STAGE, || "create the spill directory".into())?;
         // A mount of its own: no way leads up from there to the uppers of others, should an aether have been taken over.
         let spill = mount::clone_tree(root.as_raw_fd(), c"spill").at(STAGE, || "open the spill directory".into())?;
-        if !prepared.btrfs {
-            return Ok(Uppers::Directory { root, spill });
-        }
-        let quota = btrfs::enable_quota(&root).at(STAGE, || "enable quotas of the uppers".into())?;
-        Ok(Uppers::Btrfs { root, spill, groups: prepared.groups, quota, idle: HashMap::new() })
+        let uppers = if prepared.btrfs {
+            let quota = btrfs::enable_quota(&root).at(STAGE, || "enable quotas of the uppers".into())?;
+            Uppers::Btrfs { root, spill, groups: prepared.groups, quota, idle: HashMap::new() }
+        } else {
+            Uppers::Directory { root, spill }
+        };
+        uppers.remove_aside();
+        Ok(uppers)
     }
 
     fn root(&self) -> &OwnedFd {
@@ -308,17 +313,54 @@ impl Uppers {
     }
 
     /// Removes what a tenant wrote. The emptied subvolume is kept for the slot's next one if that took little: the kernel
-    /// needs half a millisecond, later and in the background, for each subvolume that it has to destroy.
-    pub fn empty(&mut self, slot: u32, upper: Upper) -> Result<(), Failure> {
+    /// needs half a millisecond, later and in the background, for each subvolume that it has to destroy. What is left to do is
+    /// for a thread.
+    pub fn empty(&mut self, slot: u32, upper: Upper) -> Result<Option<Removal>, Failure> {
         let name = name(slot);
         let emptied = matches!(self, Uppers::Btrfs { .. })
             && self.open_slot(&name).is_ok_and(|own| clear(own.as_raw_fd(), &mut EMPTY_BY_HAND.clone()).is_ok());
         match self {
             Uppers::Btrfs { idle, .. } if emptied => {
                 idle.insert(slot, upper);
-                Ok(())
+                Ok(None)
             }
-            _ => self.remove(slot),
+            _ => self.set_aside(slot).or_else(|_| self.remove(slot).map(|()| None)),
+        }
+    }
+
+    /// Takes an upper out of the way, into a directory of its own: who removes what is in a directory holds its lock all the
+    /// while. None when there is no such upper.
+    fn set_aside(&mut self, slot: u32) -> Result<Option<Removal>, Failure> {
+        let (name, aside) = (name(slot), format!("{ASIDE}{slot}"));
+        let at = || format!("set upper {name} aside");
+        let root = self.root().try_clone().map_err(Errno::from).at(STAGE, at)?;
+        match sys::mkdirat(root.as_raw_fd(), &c(aside.as_str()), 0o700) {
+            Err(Errno(libc::EEXIST)) => Ok(()),
+            other => other.at(STAGE, at),
+        }?;
+        let target = c(format!("{aside}/{name}"));
+        let fd = root.as_raw_fd();
+        match unsafe { crate::sys!(SYS_renameat, fd, c(name.as_str()).as_ptr(), fd, target.as_ptr()) } {
+            Ok(_) => Ok(Some(Removal { root, aside, name, btrfs: matches!(self, Uppers::Btrfs { .. }) })),
+            Err(Errno(libc::ENOENT)) => {
+                let _ = sys::unlinkat(fd, &c(aside.as_str()), libc::AT_REMOVEDIR);
+                Ok(None)
+            }
+            Err(errno) => Err(errno).at(STAGE, at),
+        }
+    }
+
+    /// Removes what an earlier launcher set aside and could not remove any more.
+    fn remove_aside(&self) {
+        let root = self.root();
+        for (aside, _) in sys::list(root.as_raw_fd()).unwrap_or_default() {
+            let Ok(aside) = aside.into_string() else { continue };
+            let Some(slot) = aside.strip_prefix(ASIDE).and_then(|slot| slot.parse().ok()) else { continue };
+            let Ok(root) = root.try_clone() else { continue };
+            let removal = Removal { root, aside, name: name(slot), btrfs: matches!(self, Uppers::Btrfs { .. }) };
+            if let Err(failure) = removal.run() {
+                log(&failure);
+            }
         }
     }
 
@@ -361,6 +403,30 @@ impl Uppers {
             Ok(_) => (stat.f_blocks * stat.f_bsize as u64, stat.f_bavail * stat.f_bsize as u64),
             Err(_) => (0, 0),
         }
+    }
+}
+
+/// An upper that is out of the way and has to go; may take its time.
+pub struct Removal {
+    root: OwnedFd,
+    aside: String,
+    name: String,
+    btrfs: bool,
+}
+
+impl Removal {
+    pub fn run(self) -> Result<(), Failure> {
+        let (fd, aside) = (self.root.as_raw_fd(), c(self.aside.as_str()));
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+        let removed = sys::openat(fd, &aside, flags, 0).and_then(|directory| {
+            match self.btrfs {
+                true => btrfs::destroy_subvolume(&directory, &self.name),
+                false => remove_tree(directory.as_raw_fd(), &c(self.name.as_str())),
+            }
+            .or_else(|errno| if errno == Errno(libc::ENOENT) { Ok(()) } else { Err(errno) })?;
+            sys::unlinkat(fd, &aside, libc::AT_REMOVEDIR)
+        });
+        removed.at(STAGE, || format!("remove upper {}", self.name))
     }
 }
 
@@ -474,6 +540,27 @@ mod tests {
         }
         remove_tree(open(&scratch).as_raw_fd(), c"tree").unwrap();
         assert!(kept.exists() && !scratch.join("tree").exists());
+        std::fs::remove_dir_all(scratch).unwrap();
+    }
+
+    #[test]
+    fn an_upper_is_out_of_the_way_before_it_is_removed() {
+        let scratch = scratch("aside");
+        let mut uppers = Uppers::Directory { root: open(&scratch), spill: open(&scratch) };
+        for slot in [3, 4] {
+            uppers.make(slot, 0).unwrap();
+            std::fs::write(scratch.join(format!("s{slot}/u/file")), "x").unwrap();
+        }
+        let removal = uppers.empty(3, Upper { id: 0 }).unwrap().unwrap();
+        assert_eq!(uppers.slots(), [4]);
+        assert!(scratch.join("g3/s3/u/file").exists());
+        removal.run().unwrap();
+        drop(uppers.empty(4, Upper { id: 0 }).unwrap()); // a launcher that dies over it
+        uppers.make(4, 0).unwrap();
+        uppers.remove_aside();
+        let left: Vec<_> = std::fs::read_dir(&scratch).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["s4"]);
+        assert!(uppers.empty(9, Upper { id: 0 }).unwrap().is_none());
         std::fs::remove_dir_all(scratch).unwrap();
     }
 
