@@ -49,7 +49,7 @@ chaos-rollouts: base
 	$(PY) -m tests.chaos.rollouts --seed $(SEED) --points $(POINTS)
 
 bench: base
-	.venv/bin/dsec bench density create exec files stream forward pause grade adopt neighbour replay $(BENCH_ARGS); status=$$?; \
+	.venv/bin/dsec bench density create exec files stream forward pause log grade adopt neighbour replay $(BENCH_ARGS); status=$$?; \
 	.venv/bin/dsec bench exec --sandboxes 64 $(BENCH_ARGS) && exit $$status
 
 fuzz: setup

@@ -108,7 +108,7 @@ class Recorder:
         else:
             trajectory = self._store.get(ref.rollout)
             known = trajectory.step(ref.step)
-            if (known is not None and known.done_at is not None) or trajectory.info().state is not RolloutState.OPEN:
+            if (known is not None and known.done_at is not None) or trajectory.state is not RolloutState.OPEN:
                 return {}
         return await self._handlers["exec.stage"](call)
 
@@ -177,7 +177,7 @@ class Recorder:
 
     async def _ready(self, trajectory: Trajectory, ref: StepRef) -> None:
         """Until its sandbox can work; else a fault that says what can still be had."""
-        state = trajectory.info().state
+        state = trajectory.state
         if state is RolloutState.FINISHED:
             raise Fault(
                 ErrorKind.CONFLICT,

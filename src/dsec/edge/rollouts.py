@@ -126,7 +126,7 @@ class Rollouts:
                 _check_same(trajectory, asked.args)
             with step("rollout.open", trajectory.id):
                 await trajectory.opened()
-            if not trajectory.sandbox and trajectory.info().state is RolloutState.OPEN:
+            if not trajectory.sandbox and trajectory.state is RolloutState.OPEN:
                 try:
                     await self._make(trajectory, asked.timeout)
                 except Fault:
