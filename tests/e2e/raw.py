@@ -33,7 +33,7 @@ class Raw:
     def __init__(self, endpoint: embedded.Endpoint, key: str = "") -> None:
         """key: the owner's unless another is given."""
         key = key or Path(endpoint.key_file).read_text().strip()
-        self._http = httpx.AsyncClient(
+        self.http = httpx.AsyncClient(
             base_url=endpoint.url, headers={"Authorization": f"Bearer {key}"}, timeout=60, trust_env=False
         )
 
@@ -41,10 +41,10 @@ class Raw:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self.http.aclose()
 
     async def bytes(self, method: str, path: str, **asked: Any) -> bytes:
-        answer = await self._http.request(method, path, **asked)
+        answer = await self.http.request(method, path, **asked)
         if answer.is_error:
             raise Refused(answer.json()["error"])
         return answer.content

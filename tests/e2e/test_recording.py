@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,3 +308,32 @@ async def test_more_than_is_kept_comes_whole_once(rollout: Opened) -> None:
     assert error.kind == "too_large" and error.details["step"] == 1
     reply = await rollout.shell(2, f"head -c {size} /dev/zero", max_output_bytes=size)
     assert reply["done"]["stdout_truncated"] and reply["done"]["stdout_bytes"] == size
+
+
+async def test_a_gigabyte_passes_in_constant_memory(rollout: Opened, platform: embedded.Endpoint) -> None:
+    size = 1 << 30
+    processes = [p.pid for p in embedded.status(Path(platform.state)).processes if p.role in ("edge", "apiserver")]
+    await rollout.shell(0, f"truncate -s {size} /big")
+    before = [_peak(pid) for pid in processes]
+    seen = 0
+    path = f"/v1/sandboxes/{rollout.info['sandbox']}/files"
+    async with rollout.raw.http.stream("GET", path, params={"path": "/big"}, headers=rollout.header(1)) as answer:
+        async for chunk in answer.aiter_raw():
+            seen += len(chunk)
+    assert seen == size
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(size >> 20):
+            yield bytes(1 << 20)
+
+    assert await rollout.json(2, "PUT", "/files", params={"path": "/copy"}, content=pieces()) == {"size": size}
+    grown = [_peak(pid) - old for pid, old in zip(processes, before, strict=True)]
+    assert max(grown) < 64 << 20, grown
+    [read, written] = await rollout.steps(1)
+    assert read["outputs"]["data"]["total"] == written["inputs"]["data"]["total"] == size
+
+
+def _peak(pid: object) -> int:
+    """Bytes that a process has had in memory at most."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -33,10 +33,12 @@ NEVER_OUTCOMES = frozenset(
     (
         ErrorKind.UNAVAILABLE, ErrorKind.CONNECTION_LOST, ErrorKind.TIMEOUT, ErrorKind.CAPACITY, ErrorKind.INTERNAL,
         ErrorKind.CREATE_FAILED, ErrorKind.AUTHENTICATION, ErrorKind.PERMISSION, ErrorKind.QUOTA, ErrorKind.FENCED,
-        ErrorKind.OUTCOME_UNKNOWN, ErrorKind.DIVERGED, ErrorKind.UNSUPPORTED,
+        ErrorKind.OUTCOME_UNKNOWN, ErrorKind.DIVERGED,
     )
 )  # fmt: skip
 """What the platform lacks says nothing of the sandbox, and is never recorded as what a step came to."""
+KEPT = {"sandbox.changes": 96 * 1024 * 1024}
+"""Bytes of what these give that are kept, instead of the store's: as many as are asked for unless told otherwise, and paths."""
 _REPLIES: dict[str, type] = {"fs.stat": FileInfo}  # those that hold bytes, which JSON has as text
 _OF_THE_EDGE = frozenset(("step_of", "scope"))
 

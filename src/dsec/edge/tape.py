@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import msgspec
 from blake3 import blake3
@@ -13,6 +15,8 @@ from dsec.protocol.link import Call
 from dsec.protocol.requests import divergence
 from dsec.protocol.rollouts import Blob, StepRecord
 from dsec.rollout.trajectory import Output, Trajectory
+
+from .kinds import KEPT
 
 _CHANNELS = {0: "data", 1: "stdout", 2: "stderr"}
 _CHUNK = 256 * 1024
@@ -46,7 +50,7 @@ class Tape(Call):
         name = _CHANNELS[channel]
         output = self.outputs.get(name)
         if output is None:
-            output = self.outputs[name] = self._trajectory.output()
+            output = self.outputs[name] = self._trajectory.output(KEPT.get(self.method))
         output.write(data)
         if self._listener is not None:
             try:
@@ -99,28 +103,43 @@ async def play(call: Call, trajectory: Trajectory, record: StepRecord, cursor: i
             continue
         if name == "data" and blob.size < blob.total:
             raise _not_kept(trajectory, record, blob)
-        await _send(call, trajectory, record, blob, channel, skip)
+        await _send(call, trajectory, blob, channel, skip)
         skip = max(0, skip - blob.size)
 
 
-async def _send(call: Call, trajectory: Trajectory, record: StepRecord, blob: Blob, channel: int, skip: int) -> None:
-    """A content from `skip` on. One that is not what was written ends in a fault of this step alone."""
-    if blob.data is not None:
-        if skip < len(blob.data):
-            await call.send(blob.data[skip:], channel)
-        return
-    digest, at = blake3(), 0
-    with trajectory.blob_path(blob.digest).open("rb", buffering=0) as file:
+async def _send(call: Call, trajectory: Trajectory, blob: Blob, channel: int, skip: int) -> None:
+    if blob.data is None:
+        await send_content(call, trajectory, blob.digest, channel, skip)
+    elif skip < len(blob.data):
+        await call.send(blob.data[skip:], channel)
+
+
+async def send_content(
+    call: Call, trajectory: Trajectory, digest: str, channel: int = 0, skip: int = 0, *, announce: bool = False
+) -> int:
+    """A content from `skip` on, a piece at a time, and its size. announce: says that first.
+
+    Fault, before anything is sent, when it is not there or not what was written.
+    """
+    path = trajectory.blob_path(digest)
+    if await asyncio.to_thread(_digest_of, path) != digest:
+        await asyncio.to_thread(trajectory.blob, digest)  # it says what is wrong, and which step it belongs to
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if announce:
+            call.note({"size": size})
+        file.seek(skip)
+        while chunk := file.read(_CHUNK):
+            await call.send(chunk, channel)
+    return size
+
+
+def _digest_of(path: Path) -> str:
+    digest = blake3()
+    with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            if at + len(chunk) > skip:
-                await call.send(chunk[max(0, skip - at) :], channel)
-            at += len(chunk)
-    if digest.hexdigest() != blob.digest:
-        raise Fault(
-            ErrorKind.INTERNAL, f"content {blob.digest} of rollout {trajectory.id} was altered on the disk",
-            hint=f"step {record.step}, which it belongs to, cannot be replayed",
-        )  # fmt: skip
+    return digest.hexdigest()
 
 
 async def same_upload(call: Call, record: StepRecord, rollout: str, keep: int) -> None:

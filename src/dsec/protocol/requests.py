@@ -35,11 +35,12 @@ def canonical(kind: str, params: Mapping[str, object]) -> bytes:
     command = kind == "exec"
     skipped = _OF_COMMANDS if command else _ATTEMPT
     defaults = _EXEC_DEFAULTS if command else {}
+    usual = _USUAL if command else {}
     asked: dict[str, object] = {"kind": kind}
     if params.get("detached") and params.get("stdin_open"):  # else only the way in which a long stdin is sent
         asked["stdin_open"] = True
     for name, value in params.items():
-        if name in skipped:
+        if name in skipped or (name in usual and value == usual[name]):
             continue
         plain, default = plain_of(value), defaults.get(name)
         if plain != default and not (default is None and plain in _EMPTY):
@@ -90,6 +91,8 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
     return None if field.default is msgspec.NODEFAULT else field.default
 
 
+_USUAL = {field.name: _default(field) for field in msgspec.structs.fields(ExecSpec)}
+"""What most commands say of most: it is looked at as it is, before anything is made of it."""
 _EXEC_DEFAULTS: dict[str, object] = {
     field.name: None if (default := plain_of(_default(field))) in _EMPTY else default
     for field in msgspec.structs.fields(ExecSpec)
