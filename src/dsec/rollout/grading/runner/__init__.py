@@ -16,7 +16,7 @@ from pathlib import Path
 from .start import NAME
 
 _HERE = Path(__file__).parent
-_PIECES = ("marks", "imports", "guard", "child", "main")
+_PIECES = ("marks", "imports", "scales", "guard", "child", "main")
 _FUTURE = "from __future__ import annotations\n"
 _OWN_IMPORT = re.compile(r"^from \.\w+ import [^\n(]*\n", re.MULTILINE)
 

@@ -23,6 +23,8 @@ from operator import is_ as _is
 from time import monotonic as _clock
 from typing import Any, NamedTuple
 
+from .scales import make_weigh
+
 TAMPERED = 97
 """Exit status of a child that stopped itself."""
 
@@ -42,7 +44,7 @@ class Terrain(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """check, weigh, settled: see there. load: compiles a marked tree. install: from here on the hook watches (for good)."""
+    """check, weigh, settled, text: see there. load: compiles a marked tree. install: from here on the hook watches (for good)."""
 
     check: Callable[[], None]
     weigh: Callable[[str, Any, Any], None]
@@ -52,6 +54,7 @@ class Guard(NamedTuple):
     settled: Callable[..., None]
     begin: Callable[[Thing], None]
     collected: Callable[[Thing], None]
+    text: Callable[[Thing], Thing]
 
 
 def _lost() -> type[BaseException]:
@@ -61,22 +64,22 @@ def _lost() -> type[BaseException]:
     return Failed
 
 
-def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> Guard:
-    """secrets: what the end of each marked test says, by its index; emptied here: only the generator's frame knows it then."""
+def make_guard(
+    descriptor: int, terrain: Terrain, secrets: dict[int, bytes], hidden: dict[Any, Any] | None = None
+) -> Guard:
+    """secrets: what the end of each marked test says, by its index. hidden: texts of test files that the
+    tests' user cannot read, and marked trees. Both are emptied here: only frames of generators know them then."""
     # every name below is a local of this function: nothing is looked up where it could have been changed
     write, leave, getframe, is_ = os.write, os._exit, sys._getframe, _is
     all_, map_, zip_, len_, isinstance_, type_ = all, map, zip, len, isinstance, type
-    tuple_, set_, list_, dict_, str_, bytes_, int_, float_ = tuple, set, list, dict, str, bytes, int, float
-    frozenset_, bool_, complex_, object_ = frozenset, bool, complex, object
-    failed, anything = AssertionError, Exception
-    random, number, ident, globals_ = os.urandom, int.from_bytes, _ident, globals
+    tuple_, set_, list_, dict_, str_, bytes_, int_ = tuple, set, list, dict, str, bytes, int
+    frozenset_, object_ = frozenset, object
+    anything, ident, globals_ = Exception, _ident, globals
     function, method, builtin, code_of = types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.CodeType
     module, bag, wrapper = types.ModuleType, types.SimpleNamespace, type(object.__eq__)
     classmethod_, staticmethod_, property_, mro = classmethod, staticmethod, property, type.__dict__["__mro__"].__get__
     vars_of = type.__dict__["__dict__"].__get__
     realpath, basename, fsdecode, join = os.path.realpath, os.path.basename, os.fsdecode, os.path.join
-    plain = frozenset_((int_, str_, bytes_, float_, bool_, complex_, type_(None), bytearray, range, type_(...)))
-    walked = frozenset_((list_, tuple_, set_, frozenset_, dict_))
     tampered = TAMPERED
     enforce = terrain.changed is not None
     changed: frozenset[Thing] = terrain.changed or frozenset_()
@@ -84,6 +87,11 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     test_files, test_names = terrain.tests, frozenset_(basename(path) for path in terrain.tests)
     lookers = frozenset_(join(stdlib, name) for name in ("inspect.py", "dis.py", "operator.py", "functools.py"))
     native = (join(stdlib, "ctypes") + "/",)
+    lenders = tuple_(
+        join(stdlib, name)
+        for name in ("code.py", "codeop.py", "runpy.py", "importlib/", "py_compile.py", "zipimport.py")
+    )
+    open_, fstat = open, os.fstat
     quoting = join(stdlib, "traceback.py")
     busy: set[int] = set_()
     verdicts: dict[str, bool] = dict_()
@@ -92,10 +100,16 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     seen: set[str] = set_()
     loaded: set[str] = set_()
     marks: dict[str, Callable[..., object]] = dict_()
+    forking: list[Where] = list_()
+    copied: list[Where] = list_()
+    used: dict[str, set[str]] = dict_()
+    classes: dict[Any, Any] = dict_()
+    of_class: list[Any] = list_()
+    known = frozenset_(__builtins__ if isinstance_(__builtins__, dict_) else vars(__builtins__))  # type: ignore[arg-type]
     protected: set[Any] = set_()
     current: list[Thing] = list_()
     params: dict[Thing, Thing] = dict_()
-    blake, chr_, compile_, partial, getattr_ = _blake, chr, compile, _partial, getattr
+    blake, compile_, partial, getattr_ = _blake, compile, _partial, getattr
     clock, looked, lost = _clock, [0.0, 0.0], _lost()
     main, empty = _ident(), dict[str, object]()
     keep: Thing = (tuple(secrets.items()), dict_())  # handed to the generator, then forgotten
@@ -122,6 +136,49 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 known = not (enforce and path.startswith(workdir))
             verdicts[path] = known
         return known
+
+    def beyond_stdlib(frame: Where) -> Where:
+        """The first frame that is not of the standard library or the import system: on whose behalf those act."""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name[:8] != "<frozen " and (strange(name) or not name.startswith(stdlib)):
+                break
+            frame = frame.f_back
+        return frame
+
+    # forks ----------------------------------------------------------------------------------------------------------
+
+    def on_fork(event: str, args: Thing, frame: Where) -> None:
+        """A copy that the agent's code makes of this process is its own: it learns nothing of how a test goes on."""
+        forking.clear()
+        frame = beyond_stdlib(frame)
+        if frame is None or not strange(frame.f_code.co_filename):
+            return
+        while frame is not None:
+            if strange(frame.f_code.co_filename):
+                forking[:] = [frame]  # the outermost one is kept: where the agent's code was entered
+            frame = frame.f_back
+
+    def returned() -> None:
+        """In such a copy: ends it when the agent's code has gone back to who called it, whatever it then were to find."""
+        if copied:
+            frame: Where = getframe(1)
+            while frame is not None:
+                if frame is copied[0]:
+                    return
+                frame = frame.f_back
+            leave(tampered)
+
+    def enter() -> None:
+        """The first thing a test does: nobody but pytest calls it."""
+        returned()
+        alone()
+
+    def alone() -> None:
+        frame: Where = getframe(2)
+        while enforce and "wraps" not in allow and (frame := frame.f_back) is not None:
+            if strange(frame.f_code.co_filename):
+                fatal("forged_end", f"a test was called by {frame.f_code.co_filename}:{frame.f_lineno}")
 
     def sign(data: bytes, key: bytes) -> Thing:
         return blake(data, key=key, digest_size=8).hexdigest().encode()
@@ -151,6 +208,25 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 fatal("forged_end", "something else than a test said that a test had ended")
             asked = by = None
 
+    def shelf(texts: Thing) -> Thing:
+        """Keeps the hidden tests as `ender` keeps the secrets; gives them to `text` alone."""
+        texts = dict_(texts)
+        answer = None
+        while True:
+            asked = yield answer
+            by: Where = getframe(1)
+            answer = texts.get(asked) if by.f_code is librarian else None
+            by = None
+
+    def text(path: Thing) -> Thing:
+        """What is hidden under that name: for pytest, which loads it or shows a failure; for nobody on behalf of the agent."""
+        frame: Where = getframe(1)
+        while enforce and frame is not None:
+            if strange(frame.f_code.co_filename):
+                return None
+            frame = frame.f_back
+        return lend(path)
+
     def end(index: int, given: Thing) -> None:
         """The last thing a test does. given: its arguments, as far as it never assigns to them."""
         frame: Where = getframe(1)
@@ -159,9 +235,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         for name, value in given:
             if current and (getattr_(current[0], "funcargs", empty) or empty).get(name, value) is not value:
                 fatal("forged_end", f"{frame.f_code.co_name} ran with another {name} than pytest gave it")
-        while enforce and "wraps" not in allow and (frame := frame.f_back) is not None:
-            if strange(frame.f_code.co_filename):
-                fatal("forged_end", f"a test was called by {frame.f_code.co_filename}:{frame.f_lineno}")
+        alone()
         check()
         say(index)
 
@@ -169,6 +243,8 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         """pytest is about to run this item; what it was parametrised with must still be what it was collected with."""
         current.clear()
         current.append(item)
+        cls = getattr_(item, "cls", None)
+        of_class[:] = [part for one in (mro(cls) if isinstance_(cls, type_) else ()) for part in classes.get(one, ())]
         before, now = params.get(item), parameters(item)
         if before is not None and not (len_(before) == len_(now) and all_(map_(is_, before, now))):
             fatal("patched", "the parameters of a test were changed after it had been collected")
@@ -196,6 +272,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
     def embed(code: Thing) -> Thing:
         """Put the functions in the place of their names, and make the ends of tests known."""
         index, consts = -1, []
+        used.setdefault(code.co_filename, set_()).update(code.co_names)
         for const in code.co_consts:
             if type_(const) is code_of:
                 const = embed(const)
@@ -234,12 +311,32 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         rest = tuple_(key for key in keys if key not in mine)
         watched.append((name, space.get, mine, tuple_(map_(space.get, mine)), True, False))
         watched.append((name, space.get, rest, tuple_(map_(space.get, rest)), False, False))
+        absent = tuple_(key for key in used.pop(name, ()) if key in known and key not in space)
+        watched.append((name, space.get, absent, (None,) * len_(absent), None, False))
+        for value in tuple_(space.values()):
+            if isinstance_(value, type_) and vars_of(value).get("__module__") == space.get("__name__"):
+                classes[value] = class_parts(value)
+
+    def class_parts(one: Thing) -> Thing:
+        """What a class of tests consists of, and what it inherits: neither is replaced by the agent's code."""
+        space = vars_of(one)
+        mine = tuple_(
+            key for key, value in space.items() if type_(value) in (function, classmethod_, staticmethod_, property_)
+        )
+        above = {key for base in mro(one)[1:] for key in vars_of(base)}
+        absent = tuple_(key for key in above if key not in space)
+        return [
+            (one.__qualname__, space.get, mine, tuple_(map_(space.get, mine)), False, False),
+            (one.__qualname__, space.get, absent, (None,) * len_(absent), None, False),
+        ]
 
     def owner(value: Thing, depth: int = 0) -> str:
         """Whose code a value is: "agent", "trusted", or "c" when it has none to look at."""
         kind = type_(value)
         if kind in (classmethod_, staticmethod_, method):
             return owner(value.__func__, depth + 1) if depth < 8 else "agent"
+        if kind is partial:
+            return owner(value.func, depth + 1) if depth < 8 else "agent"
         if kind is property_:
             return owner(value.fget, depth + 1) if depth < 8 else "agent"
         if kind is function:
@@ -257,7 +354,8 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
 
     def check(*, settled: bool = False) -> None:
         """Before each assert and at each end; settled: after a test's teardown, when nothing may be replaced any more."""
-        for label, get, keys, values, exact, slow in watched:
+        returned()
+        for label, get, keys, values, exact, slow in (*watched, *of_class):
             if (slow and not settled) or all_(map_(is_, map_(get, keys), values)):
                 continue
             me = ident()
@@ -269,7 +367,11 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                     if now is value:
                         continue
                     whose = owner(now)
-                    if exact or whose == "agent" or (whose == "c" and settled and now is not None):
+                    if (
+                        exact is True
+                        or whose == "agent"
+                        or (whose == "c" and (settled or exact is None) and now is not None)
+                    ):
                         fatal("patched", f"{label}.{key}")
             finally:
                 if not inner:
@@ -311,83 +413,11 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 )
         return False
 
-    def suspects(value: Thing) -> Thing:
-        """The values in a value whose class decides by the agent's code; bounded."""
-        todo, found, left = [value], [], 4096
-        while todo and left:
-            left -= 1
-            one = todo.pop()
-            kind = type_(one)
-            if kind in plain:
-                continue
-            if kind is dict_:
-                todo.extend(tuple_(one.values())[:512])
-                todo.extend(tuple_(one)[:512])
-            elif kind in walked:
-                todo.extend(tuple_(one)[:512])
-            else:
-                try:
-                    if liar_class(kind, "__eq__") or liar_class(kind, "__ne__"):
-                        found.append(one)
-                except anything:
-                    found.append(one)
-        return found
-
-    def strangers(other: Thing) -> Thing:
-        """Values that nothing equals which also equals `other`, in an order that nobody can know."""
-        many = number(random(8), "big")
-        made = [object_(), many, "".join(map_(chr_, random(12)))]
-        kind = type_(other)
-        if kind is int_ or kind is float_:
-            made.append(-other - 1 - many)
-        elif kind is str_:
-            made.append(other + str_(many))
-        elif kind is bytes_:
-            made.append(other + random(8))
-        elif kind is list_:
-            made.append([*other, many])
-        elif kind is tuple_:
-            made.append((*other, many))
-        elif kind is dict_:
-            made.append({**other, many: many})
-        turn = many % len_(made)
-        return made[turn:] + made[:turn]
-
-    def weigh(operator: str, left: Thing, right: Thing) -> None:
-        if type_(left) in plain and type_(right) in plain:
-            return
-        if operator in ("in", "not in"):
-            kind = type_(right)
-            if operator == "in" and kind not in plain and kind not in walked and liar_class(kind, "__contains__"):
-                lying("holds", kind, right, "__contains__", strangers(left)[:1])
-            return
-        for mine, other in ((left, right), (right, left)):
-            for one in suspects(mine):
-                lying("equals", type_(one), one, "__eq__", strangers(other if one is mine else None))
-                if operator == "!=" and mine is one:
-                    differing(one)
-
-    def lying(what: str, kind: Thing, one: Thing, name: str, others: Thing) -> None:
-        for other in others:
-            try:
-                yes = bool_(other in one) if what == "holds" else bool_(one == other)
-            except anything:
-                continue
-            if yes and "equality" not in allow:
-                tell(b"N", "lying_value", f"{kind.__name__}: {what} everything")
-                raise failed(f"a {kind.__name__} {what} everything it is compared with")
-
-    def differing(one: Thing) -> None:
-        try:
-            odd = bool_(one != one) and bool_(one == one)
-        except anything:
-            return
-        if odd:
-            raise failed(f"a {type_(one).__name__} both equals itself and does not")
-
     def fail() -> None:
         """The end of a canary."""
         raise lost("this must fail", False)
+
+    weigh = make_weigh(lambda kind, name: "equality" not in allow and liar_class(kind, name), tell, returned)
 
     def equal(left: Thing, right: Thing) -> Thing:
         weigh("==", left, right)
@@ -426,7 +456,7 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
 
     def on_getattr(event: str, args: Thing, frame: Where) -> None:
         what, name = args
-        if what is engine:
+        if what is engine or what is library:
             fatal("reads_runner", name)
         if name == "f_code":
             code = what.f_code
@@ -458,9 +488,26 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
                 return
         if strange(frame.f_code.co_filename):
             object_to("forged_code", "code", frame, event)
+        elif frame.f_code.co_filename[:8] == "<frozen " or frame.f_code.co_filename.startswith(lenders):
+            by = beyond_stdlib(frame)
+            if by is not None and strange(by.f_code.co_filename):
+                path = name if event == "compile" else frame.f_locals.get("bytecode_path")
+                if not genuine(path, args[0]):
+                    object_to("forged_code", "code", by, event)
+
+    def genuine(path: Thing, data: Thing) -> bool:
+        """Whether code that the import system makes on somebody's behalf is that of a file which only root can have written."""
+        try:
+            with open_(path, "rb") as file:
+                found = file.read()
+                mine = fstat(file.fileno()).st_uid == 0
+            return mine and found.endswith(data.encode() if type_(data) is str_ else bytes_(data))
+        except anything:
+            return False
 
     def on_plain(event: str, args: Thing, frame: Where) -> None:
-        if strange(frame.f_code.co_filename):
+        frame = beyond_stdlib(frame)
+        if frame is not None and strange(frame.f_code.co_filename):
             rule = "gc" if event[:3] == "gc." else "trace" if event[:7] == "sys.set" else "audit"
             name = "walks_heap" if rule == "gc" else "traces" if rule == "trace" else "audits"
             object_to(name, rule, frame, event)
@@ -492,6 +539,8 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
             object_to("reads_process", "process", frame, path)
 
     handlers = {
+        "os.fork": on_fork,
+        "os.forkpty": on_fork,
         "sys._getframe": on_frames,
         "sys._current_frames": on_frames,
         "sys._current_exceptions": on_frames,
@@ -534,14 +583,21 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         finally:
             busy.discard(me)
 
+    os.register_at_fork(after_in_child=lambda: copied.extend(forking))
     registrar, finisher = embed.__code__, end.__code__
     engine = ender(*keep)
     next(engine)
     say = engine.send
+    librarian, library = text.__code__, shelf(hidden or {})
+    next(library)
+    lend = library.send
+    if hidden:
+        hidden.clear()
     secrets.clear()
     marks.update(
         {
             "\0dsec:check": check,
+            "\0dsec:enter": enter,
             "\0dsec:weigh": weigh,
             "\0dsec:equal": equal,
             "\0dsec:seal": seal,
@@ -550,4 +606,4 @@ def make_guard(descriptor: int, terrain: Terrain, secrets: dict[int, bytes]) -> 
         }
     )
     del keep
-    return Guard(check, weigh, load, watch, lambda: sys.addaudithook(hook), settled, begin, collected)
+    return Guard(check, weigh, load, watch, lambda: sys.addaudithook(hook), settled, begin, collected, text)

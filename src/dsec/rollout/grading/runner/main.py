@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import gc
 import json
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     ends: dict[int, tuple[bytes, str]]  # by index: the secret of its end, its id's path
     paths: frozenset[str]  # of the ids whose ends are marked
     canaries: dict[str, Canary]
+    hidden: dict[Thing, Thing]  # by path, texts of test files that only root can read now; by (path,), what `trees` has
 
 
 class Unable(Exception):
@@ -92,6 +94,7 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
     ends: dict[int, tuple[bytes, str]] = {}
     paths: set[str] = set()
     canaries: dict[str, Canary] = {}
+    hidden: dict[Thing, Thing] = {}
     files = sorted({one.partition("::")[0] for one in job["expected"]})
     for file in files:
         path = os.path.join(job["workdir"], file)
@@ -102,13 +105,25 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
             marked = mark(source, file, len(secrets), dice, _share(len(files), len(trees)))
         except (OSError, SyntaxError, ValueError):  # pytest will say what is wrong with it
             continue
-        trees[path] = (marked.tree, source)
+        trees[path] = hidden[path,] = (marked.tree, source)
+        if "tests" not in job.get("allow", ()) and not _reads_itself(source):
+            os.chmod(path, 0o600)
+            hidden[path] = source
         for index, one in marked.paths.items():
             secrets[index] = os.urandom(16)
             ends[index] = (secrets[index], one)
             paths.add(one)
         canaries.update((canary.path, canary) for canary in marked.canaries)
-    return Plan(trees, ends, frozenset(paths), canaries)
+    return Plan(trees, ends, frozenset(paths), canaries, hidden)
+
+
+_OTHERS_READ = re.compile(rb"spawn|forkserver|getsource|findsource")
+_OWN_PLACE = re.compile(rb"(?:Path|dirname|abspath|realpath)\(__file__\)(?!\s*\.\s*(?:read|open))")
+
+
+def _reads_itself(source: bytes) -> bool:
+    """Whether tests may have to read their own file while they run, or start a process that does."""
+    return bool(_OTHERS_READ.search(source)) or source.count(b"__file__") > len(_OWN_PLACE.findall(source))
 
 
 def _share(files: int, done: int) -> int:
@@ -176,16 +191,32 @@ def _entry_points(path: str) -> Iterable[tuple[str, str]]:
 
 def wire(guard: Guard, plan: Plan) -> None:
     """Make pytest take marked tests, and note what it and the comparison consist of."""
+    import linecache
     import warnings
 
     import _pytest.assertion.rewrite as rewrite
 
     plain: Callable[..., Any] = rewrite._rewrite_test
-    trees, load = plan.trees, guard.load
+    load, text, look_up = guard.load, guard.text, linecache.updatecache
+    done = set[str]()
+
+    def lines(filename: str, module_globals: Thing = None) -> Thing:
+        """Of a hidden file, for a traceback: never kept."""
+        found = text(filename)
+        if found is None:
+            return look_up(filename, module_globals)
+        return found.decode("utf-8", "replace").splitlines(keepends=True)
+
+    linecache.updatecache = lines
 
     def rewritten(path: Thing, config: Thing) -> Thing:
         name = str(path)
-        found = trees.pop(name, None)
+        found = text((name,)) if name not in done else None
+        done.add(name)
+        if found is None and (source := text(name)) is not None:  # once more, under another name
+            tree = ast.parse(source, filename=name)
+            rewrite.rewrite_asserts(tree, source, name, config)
+            return b"", compile(tree, name, "exec", dont_inherit=True)
         if found is None:
             return plain(path, config)
         tree, source = found
@@ -196,7 +227,7 @@ def wire(guard: Guard, plan: Plan) -> None:
 
     rewrite._rewrite_test = rewritten  # type: ignore[assignment]
     rewrite._read_pyc = lambda *_, **__: None
-    if any(b"unittest" in source for _, source in trees.values()):
+    if any(b"unittest" in source for _, source in plan.trees.values()):
         _wire_unittest(guard)
     _watch_all(guard)
 
@@ -268,6 +299,8 @@ def _watch_all(guard: Guard) -> None:
                 if isinstance(value, type) and value.__module__ == name:
                     parts = [part for part, thing in vars(value).items() if isinstance(thing, wrapped)]
                     guard.watch(f"{name}.{key}", value, parts, False, True)
+                    if "__exit__" in vars(value):  # it decides what becomes of an exception in a test
+                        guard.watch(f"{name}.{key}", value, ("__enter__", "__exit__"), False, False)
 
 
 def settle(job: dict[str, Any]) -> str:
@@ -533,8 +566,9 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
         changed=own,
         allow=frozenset(job.get("allow", ())),
     )
-    guard = make_guard(child_events, terrain, secrets)
+    guard = make_guard(child_events, terrain, secrets, plan.hidden)
     wire(guard, plan)
+    plan.trees.clear()
     ground = Ground(
         workdir=job["workdir"],
         home=home,

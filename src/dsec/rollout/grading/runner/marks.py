@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CHECK = "\0dsec:check"
+ENTER = "\0dsec:enter"
 WEIGH = "\0dsec:weigh"
 EQUAL = "\0dsec:equal"
 SEAL = "\0dsec:seal"
 GLOBALS = "\0dsec:globals"
 FAIL = "\0dsec:fail"
 END = "\0dsec:end:"
-_OPERATORS = {ast.Eq: "==", ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in"}
+_OPERATORS = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip
 
 
 class Canary(NamedTuple):
@@ -135,6 +139,16 @@ class _Marker(ast.NodeTransformer):
             _Ends(number, _untouched(node)).finish(node)
         return node
 
+    def visit_With(self, node: ast.With) -> ast.AST:
+        self.generic_visit(node)
+        node.body = _checked_at_last(node.body, node.body[-1])
+        return node
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
+        self.generic_visit(node)
+        node.body = _checked_at_last(node.body, node.body[-1])
+        return node
+
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         """Operands of a comparison are weighed before they are compared; both are evaluated once, in their order."""
         before = [_at(ast.Expr(_call(CHECK)), node)]
@@ -170,9 +184,18 @@ def _check_each(node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         for at in range(len(block) - 1, -1, -1):
             statement = block[at]
             if isinstance(statement, (ast.With, ast.AsyncWith)):
-                blocks.append(statement.body)
-            if isinstance(statement, (ast.Expr, ast.With, ast.AsyncWith)) and not _is_text(statement):
+                inner = statement.body[0]  # checked at last, by then
+                blocks.append(inner.body if isinstance(inner, ast.Try) else statement.body)
+            if isinstance(statement, _CALLING) and not _is_text(statement):
                 block.insert(at, _at(ast.Expr(_call(CHECK)), statement))
+
+
+_CALLING = (ast.Expr, ast.With, ast.AsyncWith, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.If, ast.While)
+
+
+def _checked_at_last(body: list[ast.stmt], where: ast.AST) -> list[ast.stmt]:
+    """However a block is left: nothing has been replaced in it that its `with` or its caller relies on."""
+    return [_at(ast.Try(body, [], [], [_at(ast.Expr(_call(CHECK)), where)]), where)]
 
 
 def _is_text(node: ast.stmt) -> bool:
@@ -190,6 +213,9 @@ class _Ends(ast.NodeTransformer):
         last = node.body[-1]
         node.body = [out for statement in node.body for out in self._each(statement)]
         node.body.append(_at(self._end(), last))
+        text = node.body[:1] if _is_text(node.body[0]) else []
+        enter = _at(ast.Expr(_call(ENTER)), node.body[0])
+        node.body = [*text, enter, *_checked_at_last(node.body[len(text) :], last)]
 
     def _each(self, statement: ast.stmt) -> list[ast.stmt]:
         done = self.visit(statement)
