@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import dsec
@@ -9,7 +11,7 @@ from dsec import GradeReason
 from dsec.layers import LayerStore
 
 from ..exploits.task import FAIL_TO_PASS, PASS_TO_PASS, RIGHT, SOURCE, build_layers
-from .conftest import BASE, changes, file
+from .conftest import BASE, changes, file, publish
 
 RUNNER = dsec.PytestRunner(python="/opt/venv/bin/python", pythonpath=("src",), arguments=("-q",))
 EXPECT = dsec.TestSet(FAIL_TO_PASS, PASS_TO_PASS)
@@ -25,11 +27,12 @@ async def grade(
     layers: tuple[str, str],
     *some: dsec.Change,
     expect: dsec.TestSet = EXPECT,
+    hidden: str = "",
     **options: object,
 ) -> dsec.Verdict:
     args = dsec.DSecContainerRunArgs(BASE, layers=(layers[0],), memory_limit_mb=512)
     asked = {"runner": RUNNER, "timeout": 60, "include": ("src/**",), **options}
-    return await client.grade(args, changes(*some), tests=layers[1], expect=expect, **asked)  # type: ignore[arg-type]
+    return await client.grade(args, changes(*some), tests=hidden or layers[1], expect=expect, **asked)  # type: ignore[arg-type]
 
 
 async def test_the_right_fix_passes(client: dsec.DSecClient, layers: tuple[str, str]) -> None:
@@ -46,10 +49,27 @@ async def test_nothing_fails_where_the_bug_is(client: dsec.DSecClient, layers: t
     assert partial.reward == pytest.approx(len(PASS_TO_PASS) / len(EXPECT.ids))
 
 
-async def test_tests_that_are_not_there_are_missing(client: dsec.DSecClient, layers: tuple[str, str]) -> None:
-    expect = dsec.TestSet((f"{FAIL_TO_PASS[0]}x",))
-    verdict = await grade(client, layers, file(SOURCE, RIGHT), expect=expect)
-    assert (verdict.reward, verdict.reason) == (0.0, GradeReason.TESTS_MISSING), verdict
+@pytest.mark.parametrize("wrong", [f"{FAIL_TO_PASS[0]}x", "tests/test_none.py::test_a"])
+async def test_a_mistyped_test_is_whoever_asked_to_mend(
+    client: dsec.DSecClient, layers: tuple[str, str], wrong: str
+) -> None:
+    """No code passes a test that does not exist: that is no zero of the agent's, and the verdict names it."""
+    verdict = await grade(client, layers, file(SOURCE, RIGHT), expect=dsec.TestSet((wrong, *PASS_TO_PASS)))
+    assert (verdict.reward, verdict.valid, verdict.reason) == (None, False, GradeReason.HARNESS_BROKEN), verdict
+    assert wrong.partition("::")[0] in verdict.detail
+
+
+async def test_tests_that_only_load_with_the_fix(
+    client: dsec.DSecClient, layers: tuple[str, str], store: LayerStore, tmp_path: Path
+) -> None:
+    """Without it they are missing, in a run without changes too; that is a zero nevertheless."""
+    hidden = {"tests/conftest.py": "from shop import new\n", "tests/test_new.py": "def test_new():\n    pass\n"}
+    tests = publish(store, tmp_path, "grading-shop-tests-new", "toolkit", hidden)
+    asked = {"expect": dsec.TestSet(("tests/test_new.py::test_new",)), "hidden": tests}
+    verdict = await grade(client, layers, **asked)  # type: ignore[arg-type]
+    assert (verdict.reward, verdict.reason) == (0.0, GradeReason.RUN_CRASHED), verdict
+    verdict = await grade(client, layers, file("src/shop/new.py", "\n"), **asked)  # type: ignore[arg-type]
+    assert (verdict.reward, verdict.reason) == (1.0, GradeReason.PASSED), verdict
 
 
 async def test_a_hanging_import_is_a_zero_in_time(client: dsec.DSecClient, layers: tuple[str, str]) -> None:

@@ -179,6 +179,8 @@ async def _pytest(bench: Bench, spec: GradeSpec, runner: PytestRunner) -> Ran:
     )
     usage = await bench.usage()
     seen, why = _observation(out, job.nonce)
+    if not out and done.exit_code in (126, 127):
+        why = f"the image has no interpreter {runner.python!r} that can be started (PytestRunner.python)"
     if seen is None or seen.failure:
         limit = run_of_supervisor(done, spec, usage)
         return Ran(

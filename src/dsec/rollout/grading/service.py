@@ -45,6 +45,8 @@ _ASKED = frozenset(
     )
 )  # fmt: skip
 """The request's own faults: raised to whoever asked."""
+_COLLECTED = (0, 1, 5)
+"""Exit codes of pytest when nothing was wrong with loading the tests."""
 _ITS_OWN_DOING = frozenset(("oom", "pids", "disk_full"))
 
 
@@ -153,6 +155,8 @@ class Grader:
             return with_changes
         progress.ran = with_changes
         if with_changes.judged is not None:
+            if _missing(with_changes) and isinstance(spec.runner, PytestRunner):
+                await self._check_names(grade_id, spec, progress, _missing(with_changes))
             return with_changes.judged
         # It did not even start. Without the changes it does, or the fault is ours.
         control = await self._once(grade_id, spec, progress, with_changes=False)
@@ -164,6 +168,20 @@ class Grader:
         return Judged(
             reward=0.0, reason=reason, detail=f"the run comes about only without the changes: {with_changes.broken}"
         )
+
+    async def _check_names(self, grade_id: str, spec: GradeSpec, progress: _Progress, missing: frozenset[str]) -> None:
+        """Raise _Lost for tests that a run without any change does not know either, although it could collect everything: then
+        whoever named them is wrong, and not the code."""
+        control = await self._once(grade_id, spec, progress, with_changes=False)
+        if not isinstance(control, Ran) or control.status not in _COLLECTED:
+            return
+        if unknown := sorted(missing & _missing(control)):
+            raise _Lost(
+                GradeReason.HARNESS_BROKEN,
+                f"{len(unknown)} expected tests do not exist, with or without the changes, {unknown[0]} first: ids are as pytest "
+                "prints them from the workdir, and the tests layer must hold their files",
+                final=True,
+            )
 
     async def _once(self, grade_id: str, spec: GradeSpec, progress: _Progress, *, with_changes: bool) -> Ran | Judged:
         """One fresh sandbox, from its creation to its removal. Judged: what the changes alone say."""
@@ -394,6 +412,14 @@ def _unfit(fault: Fault, spec: GradeSpec, sift: Sift) -> Judged:
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def _missing(ran: Ran) -> frozenset[str]:
+    """Expected tests that a run which was not cut off never reported."""
+    judged = ran.judged
+    if judged is None or judged.reason not in (GradeReason.TESTS_MISSING, GradeReason.TESTS_FAILED):
+        return frozenset()
+    return frozenset(test.id for test in judged.failed if test.outcome == "missing")
 
 
 async def _given(spec: GradeSpec, stream: LinkStream | None) -> AsyncIterator[Change]:

@@ -218,7 +218,7 @@ def _pytest(ground: Ground, guard: Guard, descriptor: int) -> int:
             pluginmanager=config.pluginmanager, args=list(ground.arguments)
         )
         return int(config.hook.pytest_cmdline_main(config=config))
-    except _pytest.config.UsageError as error:
+    except _pytest.config.ConftestImportFailure as error:  # of the tests' own, which imports the code under test
         print(f"pytest: {error}", file=sys.stderr)
         return 4
     finally:

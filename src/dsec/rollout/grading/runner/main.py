@@ -98,6 +98,8 @@ def prepare(job: dict[str, Any], secrets: dict[int, bytes]) -> Plan:
     files = sorted({one.partition("::")[0] for one in job["expected"]})
     for file in files:
         path = os.path.join(job["workdir"], file)
+        if not os.path.lexists(path):
+            raise Unable(f"there is no file {file} below {job['workdir']}, of which tests are expected")
         if not file.endswith(".py") or ".." in file.split("/"):
             continue
         try:
@@ -150,7 +152,10 @@ def import_pytest(site: Sequence[str]) -> list[tuple[str, types.ModuleType]]:
         import _pytest.config
         import pytest  # noqa: F401
     except ImportError as error:
-        raise Unable(f"no pytest in {', '.join(site) or 'the image'}: {error}") from error
+        where = ", ".join(site) or "the image"
+        raise Unable(
+            f"no pytest in {where} ({error}): install it there, or name the interpreter that has it"
+        ) from error
     for name in _pytest.config.default_plugins:
         if name not in ("pytester", "legacypath"):
             __import__(f"_pytest.{name}")
@@ -307,7 +312,7 @@ def settle(job: dict[str, Any]) -> str:
     """Owners and modes of where tests run, and a home for them. Nothing that is here can be moved or changed by them."""
     workdir = job["workdir"]
     if not os.path.isdir(workdir):
-        raise Unable(f"no directory {workdir}")
+        raise Unable(f"there is no directory {workdir} to work in")
     os.chown(workdir, 0, 0)
     os.chmod(workdir, 0o1777)  # tests may leave files where they run
     home = f"/tmp/home-{os.urandom(4).hex()}"
