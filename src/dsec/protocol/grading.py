@@ -194,6 +194,7 @@ class DropReason(str, Enum):
     SPECIAL = "no regular file"
     RESERVED = "a name that means something else in a difference"
     TOO_LARGE = "too large to carry"
+    TOO_DEEP = "deeper than programs can name"
 
     @property
     def suspicious(self) -> bool:

@@ -252,3 +252,13 @@ def test_patterns_mean_what_they_mean_to_the_walk(pattern: str, path: str, expec
 def test_a_hostile_path_costs_little() -> None:
     globs = Globs(("**/a*a*a*a*a*a*b/**/c",))
     assert not globs.match(b"/".join([b"a" * 200] * 200))
+
+
+@pytest.mark.parametrize("path", [b"/".join([b"d"] * 3000), b"/".join([b"d" * 200] * 30)])
+def test_what_no_program_can_name_costs_nothing_and_is_told(path: bytes) -> None:
+    """An agent makes such a tree step by step; judging it name by name must not end the service's stack or its patience."""
+    deep = b"workspace/src/" + path
+    directory = Change(path=deep, kind=ChangeKind.MKDIR, mode=0o755)
+    kept, told = sifted(directory, write(deep + b"/a.py"), write("workspace/src/shop/prices.py"))
+    assert [change.path for change in kept] == [b"workspace/src/shop/prices.py"]
+    assert [one.why for one in told.dropped] == [DropReason.TOO_DEEP]

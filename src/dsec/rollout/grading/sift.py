@@ -22,6 +22,9 @@ MAX_KEPT = 200_000
 MAX_BYTES = 256 * 1024 * 1024
 """Of the contents of what is kept."""
 MAX_LISTED = 1_000
+MAX_PATH = 4095
+"""Bytes: what programs can open by name."""
+MAX_DEPTH = 255
 _RESERVED = b".wh."
 _REMEMBERED = 4096
 
@@ -75,6 +78,9 @@ class Sift:
     def take(self, change: Change) -> Change | None:
         """The change as it is to be applied; None when it does not count."""
         path = change.path.strip(b"/")
+        if len(path) > MAX_PATH or path.count(b"/") > MAX_DEPTH:
+            self._drop(path[:MAX_PATH], change, DropReason.TOO_DEEP)
+            return None
         why = self._why(path, change) or self._why_not_this(path, change)
         if why is not None:
             self._drop(path, change, why)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 Thing = Any  # whatever tests and the code under test hand around
-_MANY = 3
-"""Of the values beside an expected one, so many may be equal to it by accident (a class of residues, say)."""
 
 
 def make_weigh(
@@ -20,7 +18,7 @@ def make_weigh(
 ) -> Callable[[str, Thing, Thing], None]:
     """decides: whether a class decides one comparison by the agent's code. tell: to the parent. returned: see the guard."""
     all_, any_, len_, type_, range_, chr_, reversed_ = all, any, len, type, range, chr, reversed
-    abs_, min_, zip_, many = abs, min, zip, _MANY
+    abs_, min_, zip_ = abs, min, zip
     tuple_, set_, list_, dict_, str_, bytes_, int_, float_ = tuple, set, list, dict, str, bytes, int, float
     bool_, object_, frozenset_ = bool, object, frozenset
     failed, anything, missing = AssertionError, Exception, AttributeError
@@ -118,12 +116,14 @@ def make_weigh(
             return False
 
     def probe(one: Thing, expected: Thing) -> str:
-        """What is wrong with how it compares, "" when nothing is."""
+        """What is wrong with how it compares, "" when nothing is. What differs may be equal now and then (residues, say)."""
         strangers = [object_(), "".join([chr_(97 + below(26)) for _ in range_(12)])]
-        near = beside(expected)
-        asked = shuffled(
-            [(0, expected)] * (below(3) + 1) + [(1, other) for other in near] + [(2, other) for other in strangers]
-        )
+        near = beside(expected) + beside(expected)
+        asked = shuffled([(1, other) for other in near] + [(2, other) for other in strangers])
+        at = 1 + below(len_(asked))  # never first: it would become what it meets
+        for _ in range_(1 + below(3)):
+            asked.insert(at, (0, expected))
+            at += below(len_(asked) - at) + 1
         heard = [(what, says(one, other)) for what, other in asked]
         first = [yes for what, yes in heard if what == 0]
         if any_(yes for what, yes in heard if what == 2):
@@ -131,7 +131,7 @@ def make_weigh(
         if any_(first) and not all_(first):
             return "says now this and now that"
         equal = len_([yes for what, yes in heard if what == 1 and yes])
-        return "equals what differs, too" if any_(first) and equal >= min_(many, len_(near)) > 0 else ""
+        return "equals what differs, too" if any_(first) and equal * 2 >= len_(near) > 0 else ""
 
     def deciding(value: Thing) -> Thing:
         """The values in a value whose class decides by the agent's code, and the others; bounded."""
