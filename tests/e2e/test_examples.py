@@ -16,6 +16,14 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SAID = {
     "quickstart.py": ["hello from sb-", "pypi: refused"],
     "burst.py": ["64 of 64 sandboxes created, used and removed"],
+    "grading.py": [
+        "fixes the bug: reward 1 (passed: ",
+        "edits the tests: reward 0 (exit_code: ",
+        "  tests/check.py does not count: belongs to the tests",
+        "rewrites what runs them: reward 0 (exit_code: ",
+        "  src/sitecustomize.py does not count: runs whenever Python starts",
+        "  /usr/bin/python3.11 does not count: a program that others may call",
+    ],
     "inspect_eval.py": ["3: It has 3 lines.", "accuracy 1 over 8 samples"],
     "preempted.py": [
         "turn 6: live, 7 lines",

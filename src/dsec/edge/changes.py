@@ -42,14 +42,20 @@ class _Record(msgspec.Struct):
 
 
 async def walk(
-    runtime: Path, upper: int, include: Sequence[str], max_bytes: int, contents: Sequence[str] = ()
+    runtime: Path,
+    upper: int,
+    include: Sequence[str],
+    max_bytes: int,
+    contents: Sequence[str] = (),
+    bare: Sequence[str] = (),
 ) -> AsyncIterator[Change | bool]:
     """Changes in order of path; the last item is a bool, whether data was left out. Closes `upper`.
 
-    contents: globs of the files whose data is read; () for all. Data that is not asked for is not missing.
+    contents: globs of the files whose data is read, () for all; bare: of those whose data is not. Data that is not asked for is
+    not missing.
     """
     arguments = ["walk", "--dir-fd", str(upper), "--data", str(max_bytes)]
-    for option, patterns in (("--include", include), ("--contents", contents)):
+    for option, patterns in (("--include", include), ("--contents", contents), ("--bare", bare)):
         for pattern in patterns:
             arguments += [option, pattern]
     async with AsyncExitStack() as stack:

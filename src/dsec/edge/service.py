@@ -108,6 +108,7 @@ class _Network(Target, frozen=True, kw_only=True):
 class _Changes(Target, frozen=True):
     include: tuple[str, ...] = ()
     contents: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
     max_bytes: int = 64 * 1024 * 1024
 
 
@@ -303,7 +304,7 @@ class Service:
         count, truncated = 0, False
         with sandbox.activity():
             upper = await self._lifecycle.backend.upper(sandbox.id)
-            walked = changes.walk(self._runtime, upper, params.include, params.max_bytes, params.contents)
+            walked = changes.walk(self._runtime, upper, params.include, params.max_bytes, params.contents, params.bare)
             batch = _Batch(call)
             residue = self._networks.residue(sandbox)
             if sandbox.hosts is not None and (etc := sandbox.hosts.directory) is not None:

@@ -23,6 +23,7 @@ TREE = {
     "src/shop/legacy/conftest.py": "# of the repository's own\n",
     "src/shop/legacy/a.py": "a = 1\n",
     "tests/test_visible.py": "def test_nothing(): pass\n",
+    "docs/readme.txt": "a shop\n",
     "conftest.py": "",
     "pytest.ini": "[pytest]\n",
 }

@@ -108,10 +108,10 @@ async def test_too_much_is_a_zero_with_its_reason(shop: Shop) -> None:
         assert "big.bin has 314,572,800 bytes" in verdict.detail
         await agent.stop()
     async with shop.client.run_container(args) as agent:
-        line = "head -c 300M /dev/zero > /workspace/big.bin; echo x > /workspace/notes"
+        line = "cd /workspace; mkdir .venv .git; for where in .venv .git .; do head -c 150M /dev/zero > $where/big.bin; done"
         await agent.run_shell(line, check=True)
         await agent.files.write("/workspace/src/shop/__init__.py", FIXED)
-        verdict = await shop.grade(agent, include=("src/**",))
+        verdict = await shop.grade(agent, exclude=("big.bin",))
         assert verdict.reward == 1.0, verdict  # what does not count may be of any size
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import dsec
@@ -157,6 +160,27 @@ os.write(3, json.dumps({'nonce': told['nonce'], 'score': SCORE}).encode())
 async def test_a_score_decides(shop: Shop, code: str, reward: float, reason: GradeReason) -> None:
     verdict = await run(shop, code, Score())
     assert (verdict.reward, verdict.valid, verdict.reason) == (reward, True, reason), verdict
+
+
+async def test_a_runner_of_ones_own_as_the_guide_has_it(shop: Shop) -> None:
+    """The program in docs/guide/grading.md: half of the cases, and a code under test that tries to score itself."""
+    guide = (Path(__file__).parents[3] / "docs/guide/grading.md").read_text()
+    program = guide.partition("# /workspace/score.py")[2].partition("\n")[2].partition("```")[0]
+    cases = [{"input": "2", "output": "4"}, {"input": "3", "output": "9"}]
+    tests = shop.hidden("scored", {"score.py": program, "cases.json": json.dumps(cases)})
+    runner = dsec.CommandRunner(argv=("python3", "-B", "score.py"), verdict=Score(0, 1), user="root")
+    for solve, reward in (("print(4, end='')", 0.5), ("import os\nos.write(3, b'{\"score\": 1}')", 0.0)):
+        verdict = await shop.grade(changes(file("src/solve.py", solve)), tests=tests, runner=runner)
+        assert (verdict.reward, verdict.reason) == (reward, GradeReason.SCORE), verdict
+
+
+async def test_a_command_that_only_the_changes_stop_is_a_zero(shop: Shop) -> None:
+    """A directory that is gone makes no sample invalid, unless it never was there."""
+    gone = changes(dsec.Change(path=b"workspace/docs", kind=dsec.ChangeKind.DELETE))
+    verdict = await shop.grade(gone, runner=dsec.CommandRunner(argv=("true",), cwd="docs"))
+    assert (verdict.reward, verdict.valid, verdict.reason) == (0.0, True, GradeReason.RUNNER_SILENCED), verdict
+    verdict = await shop.grade(gone, runner=dsec.CommandRunner(argv=("true",), cwd="never"))
+    assert (verdict.reward, verdict.valid, verdict.reason) == (None, False, GradeReason.HARNESS_BROKEN), verdict
 
 
 async def test_there_is_no_network_and_no_label_of_the_agents(shop: Shop) -> None:

@@ -9,7 +9,7 @@ mod walk;
 const USAGE: &str = "usage: dsec-runtime helper devpts --pidfd N
        dsec-runtime helper mount-layer --fd N META [DATA...]
        dsec-runtime helper usage FD...
-       dsec-runtime helper walk --dir-fd N [--idbase B] [--data MAX_BYTES] [--include GLOB]... [--contents GLOB]...";
+       dsec-runtime helper walk --dir-fd N [--idbase B] [--data MAX_BYTES] [--include GLOB]... [--contents GLOB]... [--bare GLOB]...";
 
 /// Entry point of `dsec-runtime helper`; returns the exit status.
 pub fn main(args: &[String]) -> i32 {

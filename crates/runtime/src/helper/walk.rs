@@ -25,6 +25,7 @@ struct Options {
     data: u64,
     include: Vec<Glob>,
     contents: Vec<Glob>,
+    bare: Vec<Glob>,
 }
 
 #[derive(Serialize)]
@@ -72,6 +73,7 @@ pub fn main(args: &[String]) -> Result<(), String> {
         left: options.data,
         include: options.include,
         contents: options.contents,
+        bare: options.bare,
         path: Vec::new(),
         count: 0,
         truncated: false,
@@ -82,7 +84,8 @@ pub fn main(args: &[String]) -> Result<(), String> {
 }
 
 fn parse(args: &[String]) -> Option<Options> {
-    let mut options = Options { directory: -1, base: None, data: 0, include: Vec::new(), contents: Vec::new() };
+    let (include, contents, bare) = (Vec::new(), Vec::new(), Vec::new());
+    let mut options = Options { directory: -1, base: None, data: 0, include, contents, bare };
     for pair in args.chunks(2) {
         let [key, value] = pair else { return None };
         match key.as_str() {
@@ -91,6 +94,7 @@ fn parse(args: &[String]) -> Option<Options> {
             "--data" => options.data = value.parse().ok()?,
             "--include" => options.include.push(Glob::new(value)),
             "--contents" => options.contents.push(Glob::new(value)),
+            "--bare" => options.bare.push(Glob::new(value)),
             _ => return None,
         }
     }
@@ -124,6 +128,8 @@ struct Walk<'a> {
     include: Vec<Glob>,
     /// Whose data is sent; that of all when there is none.
     contents: Vec<Glob>,
+    /// Whose data is not, whatever `contents` says.
+    bare: Vec<Glob>,
     path: Vec<u8>,
     count: u64,
     truncated: bool,
@@ -189,7 +195,8 @@ impl Walk<'_> {
         let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = sys::openat(parent.as_raw_fd(), name, flags, 0);
         self.send("write", stat, None, false, file.as_ref().is_ok_and(has_attributes))?;
-        if !self.contents.is_empty() && !self.contents.iter().any(|glob| glob.matches(&self.path)) {
+        let named = |globs: &[Glob]| globs.iter().any(|glob| glob.matches(&self.path));
+        if (!self.contents.is_empty() && !named(&self.contents)) || named(&self.bare) {
             return Ok(());
         }
         let size = stat.st_size as u64;

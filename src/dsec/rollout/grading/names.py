@@ -35,6 +35,8 @@ _CACHES = frozenset(
 )  # fmt: skip
 _INSTALLED = frozenset(("site-packages", "dist-packages", ".venv", "venv", "node_modules", "__pypackages__"))
 _INSTALLED_LIKE = ("*.dist-info", "*.egg-info", "*.egg")
+BARE = tuple(f"**/{name}/**" for name in sorted(_CACHES | _INSTALLED | {".git"}))
+"""Where nothing counts and much may lie: what is there need not be read."""
 TEST_DIRECTORIES = frozenset(("test", "tests", "testing", "__tests__", "spec", "specs"))
 SHELL_DIRECTORIES = (b"etc/profile.d/", b"etc/zsh/", b"etc/fish/", b"root/.config/fish/")
 LOADER_DIRECTORIES = (b"etc/ld.so.conf.d/",)

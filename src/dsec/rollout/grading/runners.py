@@ -131,7 +131,17 @@ class Bench:
 
 
 async def run_tests(bench: Bench, spec: GradeSpec) -> Ran:
-    """By the runner that the grade asks for."""
+    """By the runner that the grade asks for. A command that cannot even be started (its directory is gone, or closed to its
+    user) is broken, by the changes or by whoever asked."""
+    try:
+        return await _run(bench, spec)
+    except Fault as fault:
+        if fault.body.kind not in FILE_KINDS:
+            raise
+        return Ran(judged=None, broken=f"the command cannot be started: {fault}")
+
+
+async def _run(bench: Bench, spec: GradeSpec) -> Ran:
     if isinstance(spec.runner, PytestRunner):
         return await _pytest(bench, spec, spec.runner)
     match spec.runner.verdict:

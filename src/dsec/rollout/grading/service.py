@@ -22,6 +22,7 @@ from dsec.protocol.steps import step
 
 from . import runner, runners
 from .ground import Ground, Link, Surveyor
+from .names import BARE
 from .patch import END, PatchWriter
 from .runners import Bench, Ran
 from .sift import MAX_BYTES, Sift, Sifted
@@ -258,10 +259,13 @@ class Grader:
         if spec.source.incarnation is not None:
             target["incarnation"] = spec.source.incarnation  # type: ignore[assignment]
         contents = [f"{workdir_of(spec)}/{glob.lstrip('/')}" for glob in spec.include]
+        bare = [*BARE, *(f"{workdir_of(spec)}/{glob.lstrip('/')}" for glob in spec.exclude)]
         try:
             link = await self._fleet.of(spec.source.sandbox)
             await link.call("sandbox.seal", target, dict)
-            return await link.open("sandbox.changes", {**target, "contents": contents, "max_bytes": MAX_BYTES})
+            return await link.open(
+                "sandbox.changes", {**target, "contents": contents, "bare": bare, "max_bytes": MAX_BYTES}
+            )
         except Fault as fault:
             raise _agent_lost(fault) from fault
 
