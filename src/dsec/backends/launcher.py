@@ -18,6 +18,7 @@ from dsec.protocol.errors import ErrorKind, Fault
 T = TypeVar("T")
 MAX_MESSAGE = 64 * 1024
 _MAX_FDS = 8
+_ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -122,6 +123,7 @@ class LauncherClient:
         self._next = 1
         self._waiting: dict[int, asyncio.Future[tuple[bytes, list[int]]]] = {}
         self._out: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._room = memoryview(bytearray(MAX_MESSAGE))
         self._full = False  # the launcher reads slower than we ask
         self._closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
@@ -241,20 +243,22 @@ class LauncherClient:
     def _readable(self) -> None:
         for _ in range(64):
             try:
-                payload, ancillary, flags, _ = self._sock.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(_MAX_FDS * 4))
+                size, ancillary, flags, _ = self._sock.recvmsg_into((self._room,), _ANCILLARY)
             except BlockingIOError:
                 return
             except OSError as error:
                 self._lost(str(error))
                 return
-            if not payload:
+            if not size:
                 self._lost("it closed the connection")
                 return
-            self._take(payload, _received_fds(ancillary), flags)
+            self._take(bytes(self._room[:size]), _received_fds(ancillary) if ancillary else [], flags)
+            if not self._waiting:
+                return  # nothing else is expected; should there be, we are called again
 
     def _take(self, payload: bytes, fds: list[int], flags: int) -> None:
         head = _head.decode(payload)
-        future = self._waiting.get(head.id)
+        future = self._waiting.pop(head.id, None)
         if head.event or future is None or future.done():
             for fd in fds:  # an event, or nobody waits any more
                 os.close(fd)
