@@ -36,6 +36,13 @@ def up(
     port: Annotated[int, typer.Option(help="Port on loopback.", min=0, max=65535)] = 7707,
     state: State = None,
     max_sandboxes: Annotated[int | None, typer.Option(help="Limit of sandboxes at once.", min=1)] = None,
+    keep_days: Annotated[
+        float | None, typer.Option(help="Days that a rollout is kept after its end (default: 30).", min=0)
+    ] = None,
+    keep_gb: Annotated[
+        float | None,
+        typer.Option(help="GB of recorded rollouts; beyond it the oldest that ended go (default: 50).", min=0),
+    ] = None,
     mirror: Annotated[
         list[str] | None,
         typer.Option("--mirror", metavar="NAME=URL", help="A mirror that network_rules can allow; repeatable."),
@@ -63,7 +70,10 @@ def up(
     started = time.monotonic()
     ran_before = embedded.status(state).running
     try:
-        endpoint = embedded.up(state, port=port, max_sandboxes=max_sandboxes, mirrors=_mirrors(mirrors, mirror or []))
+        endpoint = embedded.up(
+            state, port=port, max_sandboxes=max_sandboxes, mirrors=_mirrors(mirrors, mirror or []), keep_days=keep_days,
+            keep_gb=keep_gb,
+        )  # fmt: skip
     except KeyboardInterrupt:
         embedded.down(state)  # of what had started already
         raise

@@ -55,6 +55,13 @@ class _Flags(msgspec.Struct, frozen=True):
     store: str
     uppers: str = "btrfs"
     max_sandboxes: int | None = None
+    keep_days: float | None = None
+    keep_gb: float | None = None
+
+    def options(self) -> list[str]:
+        """As the edge takes them."""
+        given = {"max-sandboxes": self.max_sandboxes, "keep-days": self.keep_days, "keep-gb": self.keep_gb}
+        return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 class _Pid(msgspec.Struct, frozen=True):
@@ -137,13 +144,17 @@ def status(state: Path | str | None = None) -> LocalStatus:
 
 def up(
     state: Path | str | None = None, *, port: int = DEFAULT_PORT, host: str = "127.0.0.1", max_sandboxes: int | None = None,
-    store: Path | None = None, uppers: str | None = None, mirrors: Mirrors | None = None,
+    store: Path | None = None, uppers: str | None = None, mirrors: Mirrors | None = None, keep_days: float | None = None,
+    keep_gb: float | None = None,
 ) -> Endpoint:  # fmt: skip
     """Starts what of edge and apiserver does not run yet; both outlive the caller, and are started again when
     they die. Fault says what is missing.
 
     What is not given is as the platform was started with, until `down`; then and at first: no limit of sandboxes but the
     machine's, the store of DSEC_STORE or the usual one, uppers "btrfs".
+
+    keep_days, keep_gb: rollouts that ended are removed so many days later, and the oldest of them when all that is recorded
+    takes more than so many GB (30 and 50 unless given).
 
     mirrors (name -> URL, a file, or `Mirror`s) are what sandboxes may be allowed to reach; by default those of
     `<state>/mirrors.toml`, or none.
@@ -160,11 +171,10 @@ def up(
             store=str(store.absolute()) if store is not None else flags.store,
             uppers=uppers or flags.uppers,
             max_sandboxes=max_sandboxes if max_sandboxes is not None else flags.max_sandboxes,
+            keep_days=keep_days if keep_days is not None else flags.keep_days,
+            keep_gb=keep_gb if keep_gb is not None else flags.keep_gb,
         )
-        return _start(
-            directory, run, host=host, port=port, store=Path(flags.store),
-            max_sandboxes=flags.max_sandboxes, uppers=flags.uppers, lifeline=None, mirrors=mirrors, flags=flags,
-        )  # fmt: skip
+        return _start(directory, run, flags, host=host, port=port, lifeline=None, mirrors=mirrors, kept=True)
 
 
 def down(state: Path | str | None = None) -> bool:
@@ -225,11 +235,10 @@ def private(
     try:
         with _locked(directory):
             _require_idle(directory)
+            flags = _Flags(store=str(store or store_dir()), uppers=uppers, max_sandboxes=max_sandboxes)
             endpoint = _start(
-                directory, run, host="127.0.0.1", port=0, store=store or store_dir(),
-                max_sandboxes=max_sandboxes, uppers=uppers, lifeline=read_end, ephemeral=ephemeral,
-                mirrors=mirrors,
-            )  # fmt: skip
+                directory, run, flags, host="127.0.0.1", port=0, lifeline=read_end, ephemeral=ephemeral, mirrors=mirrors
+            )
         try:
             yield endpoint
         finally:
@@ -306,9 +315,10 @@ def _key_file(directory: Path) -> Path:
 
 
 def _start(
-    directory: Path, run: Path, *, host: str, port: int, store: Path, max_sandboxes: int | None, uppers: str,
-    lifeline: int | None, ephemeral: bool = False, mirrors: Mirrors | None = None, flags: _Flags | None = None,
+    directory: Path, run: Path, flags: _Flags, *, host: str, port: int, lifeline: int | None, ephemeral: bool = False,
+    mirrors: Mirrors | None = None, kept: bool = False,
 ) -> Endpoint:  # fmt: skip
+    """kept: the flags are written down for the next `up`."""
     chosen = mirrors_of(mirrors)  # what is wrong with them is said before anything starts
     for path in (run, run / "pids", directory / "logs"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -318,11 +328,14 @@ def _start(
         return known.endpoint
     host, port = _take_over(run, known, host, port)
     fresh = _read_pid(run, "edge") is None
-    edge = [*_edge_arguments(directory, run, store, uppers), *(["--ephemeral"] if ephemeral else [])]
+    store = Path(flags.store)
+    edge = [
+        *_edge_arguments(directory, run, store, flags.uppers),
+        *(["--ephemeral"] if ephemeral else []),
+        *flags.options(),
+    ]
     if (file := _mirrors_file(run, chosen if mirrors is not None else None)) is not None:
         edge += ["--mirrors", str(file)]
-    if max_sandboxes is not None:
-        edge += ["--max-sandboxes", str(max_sandboxes)]
     with _bind(host, port) as listener:  # first, since it is what fails most often
         url = f"http://{host}:{listener.getsockname()[1]}"
         edge += ["--api", _near(host, listener.getsockname()[1])]
@@ -332,10 +345,10 @@ def _start(
             _supervise({"edge": edge, f"apiserver:{fd}": apiserver}, directory, run, lifeline=lifeline, keep=(fd,))
         except BaseException:
             if fresh:
-                _stop(directory, run, uppers=uppers, store=store)
+                _stop(directory, run, uppers=flags.uppers, store=store)
             raise
     endpoint = Endpoint(url=url, key_file=str(key_file), state=str(directory), run=str(run))
-    if flags is not None:
+    if kept:
         _write(directory / "flags.json", flags)
     _write(directory / "endpoint.json", endpoint)
     return endpoint

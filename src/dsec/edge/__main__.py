@@ -34,6 +34,7 @@ from .lifecycle import Lifecycle
 from .limits import DiskWatch
 from .network import Networks
 from .recording import Recorder
+from .retention import Retention
 from .rollouts import Rollouts
 from .scopes import Guard, Known
 from .service import Service, socket_directory
@@ -106,6 +107,8 @@ class Edge:
         await service.jobs.go_on()
         self._in_background(service.jobs.run(), vital=True)
         self._in_background(service.accounts.run(), vital=True)
+        retention = Retention(self._trajectories, keep_days=self._config.keep_days, keep_gb=self._config.keep_gb)
+        self._in_background(retention.run(), vital=True)
         self._in_background(self._networks.begin(self._lifecycle.live()))
         self._in_background(service.forward.names.begin(self._lifecycle.live()))
         if self._config.uppers == "dir":

@@ -15,6 +15,8 @@ from dsec.protocol.mirrors import PLATFORM, Mirror, MirrorKind, mirrors_of
 DEFAULT_MAX_SANDBOXES = 4096
 DEFAULT_LANES = 12
 DEFAULT_POOL = 16
+DEFAULT_KEEP_DAYS = 30.0
+DEFAULT_KEEP_GB = 50.0
 MAX_OUTPUT = 256 * 1024 * 1024
 UPPERS_SHARE = 0.8
 
@@ -22,6 +24,7 @@ UPPERS_SHARE = 0.8
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """uppers is `btrfs` or `dir`; api: where this platform's API answers, "" if its sandboxes shall not reach it.
 
+    keep_days, keep_gb: how long and how much of rollouts that ended is kept.
     End-of-file on the descriptor lifeline ends the edge; ready is told when it serves.
     """
 
@@ -36,6 +39,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ephemeral: bool = False
     mirrors: Path | None = None
     api: str = ""
+    keep_days: float = DEFAULT_KEEP_DAYS
+    keep_gb: float = DEFAULT_KEEP_GB
     ready: int = -1
     lifeline: int = -1
 
@@ -93,6 +98,8 @@ def from_arguments(argv: list[str]) -> EdgeConfig:
     parser.add_argument(
         "--api", default="", metavar="URL", help="where sandboxes reach this platform's API, by a rule for `dsec`"
     )
+    parser.add_argument("--keep-days", type=float, default=DEFAULT_KEEP_DAYS, help="of a rollout after its end")
+    parser.add_argument("--keep-gb", type=float, default=DEFAULT_KEEP_GB, help="of recorded rollouts in all")
     parser.add_argument("--ready", type=int, default=-1)
     parser.add_argument("--lifeline", type=int, default=-1)
     return EdgeConfig(**vars(parser.parse_args(argv)))
