@@ -723,8 +723,9 @@ impl Chronus {
             spawn::kill_tree(cgroup2, number, None);
             let _ = spawn::move_to(cgroup2, number, pid);
         }
-        unsafe { libc::kill(pid, libc::SIGCONT) };
+        // While it stands still: it must not see the end of what it waited for and go on with the line before the interrupt.
         self.interrupt_shell(number);
+        unsafe { libc::kill(pid, libc::SIGCONT) };
     }
 
     /// A signal for a command of a session: for what it started, and the shell gives up when it is INT or KILL.

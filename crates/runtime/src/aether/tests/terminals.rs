@@ -74,8 +74,7 @@ fn a_command_has_its_own() {
 fn keys_and_sizes_reach_the_foreground() {
     let inside = Inside::start();
     let mut client = inside.connect(1);
-    let mut typing =
-        Typing::start(&mut client, "t", "trap 'stty size' WINCH; echo ready; while :; do sleep 0.01; done");
+    let mut typing = Typing::start(&mut client, "t", "trap 'stty size' WINCH; echo ready; while :; do :; done");
     typing.until("ready");
     typing.resize(211, 53);
     typing.until("53 211\r\n");
