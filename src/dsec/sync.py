@@ -1248,7 +1248,7 @@ class Rollouts:
     def list(
         self, *, job: str | None = None, name: str | None = None, states: Iterable[RolloutState | str] | None = None
     ) -> Iterator[RolloutInfo]:
-        """Rollouts of a job ("": of none; None: all), of a name within it, in any of `states`. Oldest first."""
+        """Rollouts of a job ("": of none; None: all), of a name, in any of `states`. Oldest first."""
         return portal.iterate(portal.call(lambda: self._inner.list(job=job, name=name, states=states)))
 
     def get(self, rollout_id: str) -> RolloutInfo:

@@ -649,3 +649,13 @@ def test_every_method_of_a_sandbox_is_there_with_its_arguments(of: type, plain: 
         wanted = [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
         found = [(p.name, p.kind, p.default) for p in inspect.signature(getattr(of, name)).parameters.values()]
         assert found == [one for one in wanted if of is not Rollout or name == "process" or one[0] != "exec_id"], name
+
+
+async def test_a_name_alone_finds_the_rollouts_of_all_jobs(platform: Platform) -> None:
+    async with platform.client.job("found-by-name") as job:
+        for opening in (job.rollout("same", ARGS), platform.client.rollout("same", ARGS)):
+            async with opening:
+                pass
+    jobs = [info.job async for info in platform.client.rollouts.list(name="same")]
+    assert len(jobs) == 2 and "" in jobs
+    assert [info async for info in platform.client.rollouts.list(name="other")] == []

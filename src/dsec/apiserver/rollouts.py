@@ -48,17 +48,17 @@ async def _everywhere(x: Exchange, name: dict[str, object]) -> list[tuple[EdgeLi
 
 async def listing(x: Exchange) -> Response:
     """Rollouts of every edge, oldest first; `job=`, `name=` and `state=` (repeatable, any may hold) narrow it."""
-    name = x.query("name")
+    job, name = x.query("job"), x.query("name")
     states = _states(x.queries("state"))
-    if name is not None:
-        asked: dict[str, object] = {"request_id": x.request_id, "job": x.query("job") or "", "name": name}
+    if name is not None and job is not None:
+        asked: dict[str, object] = {"request_id": x.request_id, "job": job, "name": name}
         found = [info for _, info in await _everywhere(x, asked) if info is not None]
         found = [info for info in found if not states or info.state in states]
     else:
-        params = {"request_id": x.request_id, "job": x.query("job"), "states": states}
+        params = {"request_id": x.request_id, "job": job, "states": states}
         streams = [await link.open("rollout.list", params) for link in await x.services.fleet.links()]
         answers = await asyncio.gather(*(collect(stream, RolloutInfo) for stream in streams))
-        found = [info for infos, _ in answers for info in infos]
+        found = [info for infos, _ in answers for info in infos if name is None or info.name == name]
     found.sort(key=lambda info: (info.created_at, info.id))
     if x.wants_ndjson():
         return Response(b"".join(encode(info) + b"\n" for info in found), media_type=NDJSON)

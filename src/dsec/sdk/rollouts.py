@@ -39,7 +39,7 @@ class Rollouts:
     async def list(
         self, *, job: str | None = None, name: str | None = None, states: Iterable[RolloutState | str] | None = None
     ) -> AsyncIterator[RolloutInfo]:
-        """Rollouts of a job ("": of none; None: all), of a name within it, in any of `states`. Oldest first."""
+        """Rollouts of a job ("": of none; None: all), of a name, in any of `states`. Oldest first."""
         pairs = [("job", job)] if job is not None else []
         pairs += [("name", name)] if name is not None else []
         pairs += [("state", _state(state)) for state in states or ()]
