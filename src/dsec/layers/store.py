@@ -303,8 +303,9 @@ class LayerStore:
         if not self._manifest_path(digest).is_file():
             raise self._unknown(parsed)
         manifest = self._read_manifest(digest, str(parsed))
-        names = {manifest.name} | {name for name, _, tagged in self._walk_tags() if tagged == digest}
-        if parsed.name not in names:
+        if parsed.name == manifest.name:
+            return manifest
+        if not any(name == parsed.name and tagged == digest for name, _, tagged in self._walk_tags()):
             raise Fault(
                 ErrorKind.INVALID,
                 f"{digest} is not a layer {parsed.name!r} but {manifest}",

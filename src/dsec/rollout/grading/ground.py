@@ -100,6 +100,8 @@ class Surveyor:
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, tuple[str, ...]], LayerFacts] = OrderedDict()
+        self._grounds: dict[tuple[str, ...], Ground] = {}
+        self._imports: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     async def survey(
         self,
@@ -113,26 +115,30 @@ class Surveyor:
         """The ground of a grade, and the digest of its tests. Fault not_found for a layer that is not there."""
         work = workdir.strip("/")
         held = await self._facts(link, tests, ("**",))
-        owned = _owned_by(held.changes, work.encode())
-        imports = _imports(work, pythonpath, held.changes, Owned(owned))
+        imports = self._imports_of(held, work, tuple(pythonpath))
         wanted = (
             *(f"{work}/**/{name}" for name in names.TEST_CONFIG),
-            *(f"{directory}/*" for directory in sorted(imports)),
+            *(f"{directory}/*" for directory in imports),
             *(pattern.format(name) for pattern in (*_INSTALLED, work + "/**/{}/*") for name in _PACKAGES),
         )
         facts = await asyncio.gather(*(self._facts(link, ref, wanted) for ref in layers))
-        found = [change for one in facts for change in one.changes]
-        configs = [one.config.env.get("PATH", "") for one in (*facts, held)]
-        programs = ":".join([_PATH, env.get("PATH", ""), *configs]).split(":")
-        ground = Ground(
-            work.encode(),
-            imports=(directory.encode() for directory in imports),
-            owned=[*owned, *(change.path for change in found if _is_config(change, work.encode()))],
-            entries=(change.path for change in found),
-            installed=(names.module(_name(change.path)) for change in found if _is_installed(change.path)),
-            path=(one.strip("/").encode() for one in programs if one.startswith("/")),
-        )
+        path = env.get("PATH", "")
+        key = (held.digest, *(one.digest for one in facts), work, *imports, path)
+        ground = self._grounds.get(key)
+        if ground is None:
+            if len(self._grounds) >= _KEPT:
+                self._grounds.clear()
+            ground = self._grounds[key] = _ground(work.encode(), imports, held, facts, path)
         return ground, held.digest
+
+    def _imports_of(self, held: LayerFacts, work: str, pythonpath: tuple[str, ...]) -> tuple[str, ...]:
+        key = (held.digest, work, *pythonpath)
+        found = self._imports.get(key)
+        if found is None:
+            if len(self._imports) >= _KEPT:
+                self._imports.clear()
+            found = self._imports[key] = _imports(work, pythonpath, held)
+        return found
 
     async def _facts(self, link: Link, ref: str, include: tuple[str, ...]) -> LayerFacts:
         known = self._known.get((ref, include))
@@ -195,15 +201,29 @@ def _tests_around(path: bytes, workdir: bytes) -> bytes | None:
     return None
 
 
-def _imports(work: str, pythonpath: Sequence[str], held: Iterable[Change], owned: Owned) -> set[str]:
+def _ground(work: bytes, imports: Sequence[str], held: LayerFacts, facts: Sequence[LayerFacts], path: str) -> Ground:
+    found = [change for one in facts for change in one.changes]
+    programs = ":".join([_PATH, path, *(one.config.env.get("PATH", "") for one in (*facts, held))]).split(":")
+    return Ground(
+        work,
+        imports=(directory.encode() for directory in imports),
+        owned=[*_owned_by(held.changes, work), *(change.path for change in found if _is_config(change, work))],
+        entries=(change.path for change in found),
+        installed=(names.module(_name(change.path)) for change in found if _is_installed(change.path)),
+        path=(one.strip("/").encode() for one in programs if one.startswith("/")),
+    )
+
+
+def _imports(work: str, pythonpath: Sequence[str], held: LayerFacts) -> tuple[str, ...]:
     """Where the tests' imports look first: the workdir, what the runner is told, and beside test files."""
     given = [one if one.startswith("/") else f"{work}/{one}" for one in pythonpath]
     imports = {_plain(one) for one in (work, f"{work}/src", f"{work}/lib", *given)}
-    for change in held:
+    for change in held.changes:
         parent = change.path.rpartition(b"/")[0]
-        if change.path.endswith(b".py") and _below(change.path, work.encode()) and not owned.has(parent):
+        is_beside = change.path.endswith(b".py") and _below(change.path, work.encode())
+        if is_beside and _tests_around(change.path, work.encode()) is None:
             imports.add(parent.decode("utf-8", "replace"))
-    return imports
+    return tuple(sorted(imports))
 
 
 def _plain(path: str) -> str:
