@@ -47,12 +47,16 @@ async def main() -> None:
     task = layer("example-shop", "workspace", "src/shop.py", BUGGY)
     tests = layer("example-shop-tests", "toolkit", "tests/check.py", HIDDEN)
     args = DSecContainerRunArgs("debian@12", layers=(task,), memory_limit_mb=256)
-    async with DSecClient() as client:
-        for what, files in AGENTS.items():
-            verdict = await attempt(client, args, tests, files)
-            print(f"{what}: reward {verdict.reward:g} ({verdict.reason.value}: {verdict.detail})")
-            for drop in verdict.evidence.dropped:
-                print(f"  {drop.path} does not count: {drop.why.value}")
+    try:
+        async with DSecClient() as client:
+            for what, files in AGENTS.items():
+                verdict = await attempt(client, args, tests, files)
+                print(f"{what}: reward {verdict.reward:g} ({verdict.reason.value}: {verdict.detail})")
+                for drop in verdict.evidence.dropped:
+                    print(f"  {drop.path} does not count: {drop.why.value}")
+    finally:
+        for name in ("example-shop@1", "example-shop-tests@1"):
+            LayerStore().remove(name)
 
 
 asyncio.run(main())
