@@ -71,6 +71,9 @@ def build(
         str | None, typer.Option(metavar="PATH[:REF]", help="An OCI image layout (directory or archive).")
     ] = None,
     kind: Annotated[Kind, typer.Option(help="Where it may stand in an environment.")] = Kind.BASE,
+    cut_history: Annotated[
+        bool, typer.Option("--cut-history", help="Git repositories of --from-dir keep what HEAD reaches, nothing else.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is published under this version.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -90,8 +93,10 @@ def build(
             f"what shall {name!r} be built from?",
             hint="give --from-dir, --from-tar or --from-oci, or name the recipe debian",
         )
+    if cut_history and from_dir is None:
+        raise usage("--cut-history goes with --from-dir", hint="unpack the archive and build from the directory")
     started = time.monotonic()
-    ref = _debian(force) if not sources else _from(name, from_dir, from_tar, from_oci, kind, force)
+    ref = _debian(force) if not sources else _from(name, from_dir, from_tar, from_oci, kind, force, cut_history)
     if json:
         print_json(ref)
     else:
@@ -99,7 +104,9 @@ def build(
         note(f"built in {time.monotonic() - started:.1f} s")
 
 
-def _from(name: str, directory: Path | None, tar: Path | None, oci: str | None, kind: Kind, force: bool) -> LayerRef:
+def _from(
+    name: str, directory: Path | None, tar: Path | None, oci: str | None, kind: Kind, force: bool, cut_history: bool
+) -> LayerRef:
     from dsec import layers
 
     label, at, version = name.partition("@")
@@ -107,7 +114,9 @@ def _from(name: str, directory: Path | None, tar: Path | None, oci: str | None, 
         raise usage(f"{name!r} is not NAME@VERSION", hint=f"for example: {label or 'tools'}@1")
     store = _store()
     if directory is not None:
-        return layers.build_directory(store, directory, name=label, version=version, kind=kind.value, force=force)
+        return layers.build_directory(
+            store, directory, name=label, version=version, kind=kind.value, cut_history=cut_history, force=force
+        )
     if tar is not None:
         return layers.build_tar(store, tar, name=label, version=version, kind=kind.value, force=force)
     assert oci is not None

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
+from dsec.layers import history
 from dsec.layers.copy import copy_tree
 from dsec.layers.erofs import make_image, read_superblock
 from dsec.layers.manifest import Config, Kind, Provenance
@@ -41,6 +42,7 @@ def build_directory(
     prefix: str = "/",
     owner: tuple[int, int] | None = None,
     upper: bool = False,
+    cut_history: bool = False,
     bounds: Bounds = _BOUNDS,
     force: bool = False,
 ) -> LayerRef:
@@ -49,7 +51,8 @@ def build_directory(
     Owners, modes, times, attributes, hard links, devices and holes are kept; `owner` (uid, gid) overrides the owners.
     The directories above the prefix are made with mode 0755 and root as owner, and hide those of layers below in that.
     upper: the tree is the upper directory of an overlay, whose whiteouts and opaque directories hide things; otherwise the
-    overlay attributes of the tree mean nothing and are left out.
+    overlay attributes of the tree mean nothing and are left out. cut_history: git repositories in the layer hold what their HEAD
+    reaches and not one object more (`layers/history.py`); the tree itself stays as it is.
     Faults: INVALID, TOO_LARGE (bounds), NO_SPACE, CONFLICT (the version is there with other content, and not `force`).
     """
     check_name(name)
@@ -59,11 +62,13 @@ def build_directory(
     found = survey(path, bounds)
     with store.staging() as stage:
         tree = path
-        if where or not found.as_is:
+        if where or cut_history or not found.as_is:
             tree = _new_tree(stage)
             with TreeWriter(tree, prefix=where, bounds=bounds, keep_whiteouts=upper) as writer:
                 copy_tree(os.fsencode(path), writer, upper=upper)
                 writer.finish()
+            for work in history.repositories(tree) if cut_history else ():
+                history.cut(work)
             found = survey(tree, bounds)
         return publish_tree(
             store,
