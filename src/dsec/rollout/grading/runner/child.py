@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ def _pytest(ground: Ground, guard: Guard, descriptor: int) -> int:
         )
         return int(config.hook.pytest_cmdline_main(config=config))
     except _pytest.config.ConftestImportFailure as error:  # of the tests' own, which imports the code under test
-        print(f"pytest: {error}", file=sys.stderr)
+        traceback.print_exception(error.cause)
         return 4
     finally:
         config._ensure_unconfigure()

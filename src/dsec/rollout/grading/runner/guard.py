@@ -19,11 +19,13 @@ from _blake2 import blake2s as _blake
 from _thread import get_ident as _ident
 from collections.abc import Callable, Iterable
 from functools import partial as _partial
+from marshal import dumps as _dumps
 from operator import is_ as _is
 from time import monotonic as _clock
 from typing import Any, NamedTuple
 
 from .scales import make_weigh
+from .start import NAME
 
 TAMPERED = 97
 """Exit status of a child that stopped itself."""
@@ -41,6 +43,10 @@ class Terrain(NamedTuple):
     tests: frozenset[str]
     changed: frozenset[str] | None
     allow: frozenset[str]
+    program: str  # the runner's own file
+    climbs: (
+        bool  # whether any changed file has the words by which one gets from a frame to others and to what they hold
+    )
 
 
 class Guard(NamedTuple):
@@ -81,7 +87,12 @@ def make_guard(
     vars_of = type.__dict__["__dict__"].__get__
     realpath, basename, fsdecode, join = os.path.realpath, os.path.basename, os.fsdecode, os.path.join
     tampered = TAMPERED
-    enforce = terrain.changed is not None
+    ours = frozenset_((NAME, terrain.program))
+    enforce, climbs = terrain.changed is not None, terrain.climbs
+    dynamic = frozenset_(
+        ("getattr", "attrgetter", "vars", "eval", "exec", "__getattribute__", "f_back", "f_locals", "f_globals")
+    )
+    walked = frozenset_((list_, tuple_, set_, frozenset_, dict_))
     changed: frozenset[Thing] = terrain.changed or frozenset_()
     workdir, stdlib, allow, trusted = terrain.workdir + "/", terrain.stdlib, terrain.allow, terrain.trusted
     test_files, test_names = terrain.tests, frozenset_(basename(path) for path in terrain.tests)
@@ -110,6 +121,8 @@ def make_guard(
     current: list[Thing] = list_()
     params: dict[Thing, Thing] = dict_()
     blake, compile_, partial, getattr_ = _blake, compile, _partial, getattr
+    data: list[Thing] = list_()
+    dumps, modules, identity = _dumps, sys.modules, id
     clock, looked, lost = _clock, [0.0, 0.0], _lost()
     main, empty = _ident(), dict[str, object]()
     keep: Thing = (tuple(secrets.items()), dict_())  # handed to the generator, then forgotten
@@ -128,8 +141,8 @@ def make_guard(
         """Whether code of this file may be the agent's."""
         known = verdicts.get(path)
         if known is None:
-            if path in changed:
-                known = True
+            if path in changed or not (path.endswith(".py") or path in ours or path.startswith("<frozen ")):
+                known = True  # what no file of Python is was made at run time: templates, say
             elif path.startswith(trusted):
                 known = False
             else:
@@ -237,6 +250,7 @@ def make_guard(
                 fatal("forged_end", f"{frame.f_code.co_name} ran with another {name} than pytest gave it")
         alone()
         check()
+        same_data()
         say(index)
 
     def begin(item: Thing) -> None:
@@ -248,8 +262,10 @@ def make_guard(
         before, now = params.get(item), parameters(item)
         if before is not None and not (len_(before) == len_(now) and all_(map_(is_, before, now))):
             fatal("patched", "the parameters of a test were changed after it had been collected")
+        same_data()
 
     def collected(items: Thing) -> None:
+        check(settled=True)
         for item in items:
             params[item] = parameters(item)
 
@@ -291,10 +307,10 @@ def make_guard(
     # what must stay what it is --------------------------------------------------------------------------------------
 
     def watch(label: str, holder: Thing, names: Iterable[str], exact: bool, slow: bool) -> None:
-        """exact: nobody replaces these, tests themselves included; else only the agent's code must not. slow: looked at
-        after each test, not at each assert."""
+        """names: of a module, class or object; what it lacks now it must lack later. exact: nobody replaces these, tests
+        themselves included; else only the agent's code must not. slow: looked at after each test, not at each assert."""
         space = vars_of(holder) if isinstance_(holder, type_) else holder.__dict__
-        keys = tuple_(name for name in names if name in space)
+        keys = tuple_(names)
         watched.append((label, space.get, keys, tuple_(map_(space.get, keys)), exact, slow))
 
     def seal(space: dict[str, Any]) -> None:
@@ -316,6 +332,59 @@ def make_guard(
         for value in tuple_(space.values()):
             if isinstance_(value, type_) and vars_of(value).get("__module__") == space.get("__name__"):
                 classes[value] = class_parts(value)
+        for key, value in space.items():
+            if type_(value) in walked and value and key[:2] != "__":
+                data.append((f"{name}.{key}", space, key, value, tuple_(value), frozen(value, tuple_(value))))
+        look_into(space)
+
+    def frozen(value: Thing, keys: Thing) -> Thing:
+        """The contents of a container as far as they were there when keys were taken: what is appended later is no change."""
+        kind = type_(value)
+        if kind is dict_:
+            part: Thing = tuple_((key, value[key]) for key in keys if key in value)
+        elif kind is list_ or kind is tuple_:
+            part = tuple_(value[: len_(keys)])
+        else:
+            return len_(value) >= len_(keys) and all_(key in value for key in keys)
+        try:
+            return dumps(part, 2)
+        except anything:  # objects: the same ones
+            return tuple_(map_(identity, part)) if kind is not dict_ else tuple_(identity(one) for _, one in part)
+
+    def same_data() -> None:
+        """Tables of the tests hold what they held when their module had been executed."""
+        for label, space, key, value, keys, before in data:
+            if space.get(key) is value and frozen(value, keys) != before and enforce and "data" not in allow:
+                fatal("patched", f"{label} was changed")
+
+    def look_into(space: Thing) -> None:
+        """Modules that tests use, and that are not the agent's, hold nothing of the agent's."""
+        names: set[Thing] = set_()
+        for value in space.values():
+            names.add(value.__name__ if type_(value) is module else getattr_(value, "__module__", None))
+        me = ident()
+        inner = me in busy
+        busy.add(me)
+        try:
+            for name in names:
+                holder = modules.get(name) if type_(name) is str_ else None
+                file: Thing = getattr_(holder, "__file__", None)
+                if not enforce or type_(holder) is not module or type_(file) is not str_ or strange(file):
+                    continue
+                for key, value in tuple_(holder.__dict__.items()):
+                    inside = ((key, value),)
+                    if isinstance_(value, type_) and value.__module__ == name:
+                        inside = tuple_(vars_of(value).items())
+                    for part, thing in inside:
+                        if (
+                            type_(thing) is function
+                            and thing.__code__.co_filename in changed
+                            and not file.startswith(workdir)
+                        ):
+                            fatal("patched", f"{name}.{key}.{part}" if part != key else f"{name}.{key}")
+        finally:
+            if not inner:
+                busy.discard(me)
 
     def class_parts(one: Thing) -> Thing:
         """What a class of tests consists of, and what it inherits: neither is replaced by the agent's code."""
@@ -382,6 +451,10 @@ def make_guard(
 
         Looking at everything takes a millisecond: it is done every 20, after the first tests, and at the end.
         """
+        if last:
+            for space in tuple_(sealed.values()):
+                look_into(space)
+        same_data()
         now = clock()
         if last or now - looked[0] > 0.02 or looked[1] < 2:
             check(settled=True)
@@ -445,38 +518,48 @@ def make_guard(
         detail = f"{what} by {frame.f_code.co_filename}:{frame.f_lineno}"
         if enforce:
             fatal(name, detail)
+        mention(name, detail)
+
+    def mention(name: str, detail: str) -> None:
+        """For a reviewer, once."""
         if detail not in seen and len_(seen) < 50:
             seen.add(detail)
             tell(b"N", name, detail)
 
     def on_frames(event: str, args: Thing, frame: Where) -> None:
         frame = acting(frame, lookers)
-        if frame is not None and strange(frame.f_code.co_filename) and in_test(frame):
+        if frame is None or not strange(frame.f_code.co_filename) or not in_test(frame):
+            return
+        if climbs or not dynamic.isdisjoint(frame.f_code.co_names):
             object_to("reads_frames", "frames", frame, event)
+        elif "frames" not in allow:  # its own frame, say, to compare codes with
+            mention("reads_frames", f"{event} by {frame.f_code.co_filename}:{frame.f_lineno}")
 
     def on_getattr(event: str, args: Thing, frame: Where) -> None:
         what, name = args
         if what is engine or what is library:
             fatal("reads_runner", name)
+        if name in ("tb_frame", "gi_frame", "cr_frame", "ag_frame"):
+            on_frames(name, args, frame)
+            return
         if name == "f_code":
             code = what.f_code
         elif name == "__code__" and type_(what) is function:
             code = what.__code__
-        elif name in ("tb_frame", "gi_frame", "cr_frame", "ag_frame"):
-            code = None
         else:
             return
         frame = acting(frame, lookers)
-        if frame is None or not strange(frame.f_code.co_filename):
-            return
-        if code in protected if code is not None else in_test(frame):
+        if frame is not None and code in protected and strange(frame.f_code.co_filename):
             object_to("reads_frames", "frames", frame, name)
 
     def on_setattr(event: str, args: Thing, frame: Where) -> None:
         what, name = args[0], args[1]
         if name not in ("__code__", "__defaults__", "__kwdefaults__") or type_(what) is not function:
             return
-        if strange(frame.f_code.co_filename) and not strange(what.__code__.co_filename):
+        of = what.__code__.co_filename
+        if name != "__code__" and of.startswith(workdir):  # copies of what a test hands over get their defaults so
+            return
+        if strange(frame.f_code.co_filename) and not strange(of):
             object_to("patched", "patch", frame, f"{what.__qualname__}.{name}")
 
     def on_code(event: str, args: Thing, frame: Where) -> None:

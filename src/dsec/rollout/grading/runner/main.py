@@ -253,6 +253,16 @@ def sealer(guard: Guard) -> Callable[[str], types.CodeType | None]:
     return seal
 
 
+def _climbs(path: str) -> bool:
+    """Whether a file has words by which frames lead to other frames and to values."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except OSError:
+        return False
+    return any(word in text for word in (b"f_back", b"f_locals", b"f_globals"))
+
+
 def helper_folders(tests: Iterable[str], files: Iterable[str]) -> list[str]:
     """Directories of tests: those that are collected, and around test files those that are called so."""
     found = {f"{path}/" for path in tests if os.path.isdir(path)}
@@ -292,9 +302,11 @@ def _watch_all(guard: Guard) -> None:
     for name in PUBLIC:
         if name in sys.modules:
             space = sys.modules[name]
-            guard.watch(
-                name, space, [key for key, value in vars(space).items() if isinstance(value, kinds)], False, False
-            )
+            objects = [
+                key for key, value in vars(space).items() if callable(value) or type(value).__module__ != "builtins"
+            ]
+            guard.watch(name, space, [key for key in objects if key[:2] != "__"], False, False)
+    _watch_marks(guard)
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("_pytest", "pluggy", "unittest", "posixpath", "linecache") and module is not None:
             slow = [key for key, value in vars(module).items() if isinstance(value, kinds)]
@@ -306,6 +318,17 @@ def _watch_all(guard: Guard) -> None:
                     guard.watch(f"{name}.{key}", value, parts, False, True)
                     if "__exit__" in vars(value):  # it decides what becomes of an exception in a test
                         guard.watch(f"{name}.{key}", value, ("__enter__", "__exit__"), False, False)
+
+
+def _watch_marks(guard: Guard) -> None:
+    """What decorates tests, which runs between the code under test and them."""
+    import _pytest.mark.structures as structures
+    import pytest
+
+    names = ("parametrize", "skip", "skipif", "xfail", "usefixtures", "filterwarnings")
+    guard.watch("pytest.mark", pytest.mark, names, True, False)
+    for kind in (structures.MarkGenerator, structures.MarkDecorator, structures.ParameterSet, structures.Mark):
+        guard.watch(f"pytest.{kind.__name__}", kind, [key for key in vars(kind) if key != "__dict__"], False, False)
 
 
 def settle(job: dict[str, Any]) -> str:
@@ -570,6 +593,8 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
         tests=frozenset(plan.trees),
         changed=own,
         allow=frozenset(job.get("allow", ())),
+        program=os.path.abspath(__file__),
+        climbs=own is None or any(map(_climbs, own)),
     )
     guard = make_guard(child_events, terrain, secrets, plan.hidden)
     wire(guard, plan)

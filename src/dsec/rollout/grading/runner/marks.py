@@ -46,21 +46,25 @@ def mark(source: bytes, file: str, first: int, dice: random.Random, canaries: in
     planted = _plant(tree, file, dice, canaries)
     marker = _Marker(file, first)
     marker.visit(tree)
-    tree.body.append(
-        _at(ast.Expr(_call(SEAL, ast.Call(ast.Constant(GLOBALS), [], []))), tree.body[-1] if tree.body else None)
-    )
+    first_code = next((at for at, node in enumerate(tree.body) if not _is_prologue(node)), len(tree.body))
+    for at in range(len(tree.body) - 1, first_code - 1, -1):  # decorators are called here
+        tree.body.insert(at, _at(ast.Expr(_call(CHECK)), tree.body[at]))
+    tree.body.append(_sealing(tree))
     ast.fix_missing_locations(tree)
     return Marked(tree, marker.paths, planted)
 
 
 def mark_helper(source: bytes, file: str) -> ast.Module:
-    """Of a module that tests import: it is only sealed, and its asserts are as they were."""
+    """Of a module that tests import: its asserts are weighed and it is sealed; it has no ends."""
     tree = ast.parse(source, filename=file)
-    tree.body.append(
-        _at(ast.Expr(_call(SEAL, ast.Call(ast.Constant(GLOBALS), [], []))), tree.body[-1] if tree.body else None)
-    )
+    _Marker(file, 0, ends=False).visit(tree)
+    tree.body.append(_sealing(tree))
     ast.fix_missing_locations(tree)
     return tree
+
+
+def _sealing(tree: ast.Module) -> ast.stmt:
+    return _at(ast.Expr(_call(SEAL, ast.Call(ast.Constant(GLOBALS), [], []))), tree.body[-1] if tree.body else None)
 
 
 def _plant(tree: ast.Module, file: str, dice: random.Random, count: int) -> tuple[Canary, ...]:
@@ -107,10 +111,16 @@ def _canary(name: str, dice: random.Random, where: ast.stmt) -> ast.stmt:
     return made
 
 
+def _is_prologue(node: ast.stmt) -> bool:
+    """A docstring, or what must stand before anything else."""
+    return _is_text(node) or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+
+
 class _Marker(ast.NodeTransformer):
     """Adds an end to each test function, and checks to each assert of the file."""
 
-    def __init__(self, file: str, first: int) -> None:
+    def __init__(self, file: str, first: int, *, ends: bool = True) -> None:
+        self._with_ends = ends
         self.paths: dict[int, str] = {}
         self._next = first
         self._path = [file]
@@ -133,7 +143,7 @@ class _Marker(ast.NodeTransformer):
         self.generic_visit(node)
         self._depth -= 1
         _check_each(node)
-        if self._depth == 0 and node.name.startswith("test") and not _yields(node):
+        if self._with_ends and self._depth == 0 and node.name.startswith("test") and not _yields(node):
             number, self._next = self._next, self._next + 1
             self.paths[number] = "::".join((*self._path, node.name))
             _Ends(number, _untouched(node)).finish(node)
@@ -164,15 +174,22 @@ class _Marker(ast.NodeTransformer):
             test.left, test.comparators = (ast.Name(names[0], ast.Load()), [ast.Name(names[1], ast.Load())])
             clear: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
             after.append(_at(ast.Assign(clear, ast.Constant(None)), node))
-        elif isinstance(test, ast.BoolOp):
-            test.values = [_weighed(value) for value in test.values]
+        else:
+            node.test = _weighed(test)
         return [*before, node, *after]
 
 
 def _weighed(value: ast.expr) -> ast.expr:
-    """One part of `a == b and c == d`."""
-    if isinstance(value, ast.Compare) and len(value.ops) == 1 and isinstance(value.ops[0], ast.Eq):
-        return ast.copy_location(_call(EQUAL, value.left, value.comparators[0]), value)
+    """Comparisons whose truth alone counts: of `a == b and not c == d`, and of `all(a == b for ...)`. Others may build values."""
+    match value:
+        case ast.Compare(ops=[ast.Eq()]):
+            return ast.copy_location(_call(EQUAL, value.left, value.comparators[0]), value)
+        case ast.BoolOp():
+            value.values = [_weighed(one) for one in value.values]
+        case ast.UnaryOp(op=ast.Not()):
+            value.operand = _weighed(value.operand)
+        case ast.Call(func=ast.Name(id="all" | "any"), args=[ast.GeneratorExp() | ast.ListComp() as each]):
+            each.elt = _weighed(each.elt)
     return value
 
 
