@@ -19,6 +19,7 @@ from _blake2 import blake2s as _blake
 from _thread import get_ident as _ident
 from collections.abc import Callable, Iterable
 from functools import partial as _partial
+from itertools import chain as _chain
 from marshal import dumps as _dumps
 from operator import is_ as _is
 from time import monotonic as _clock
@@ -107,6 +108,7 @@ def make_guard(
     busy: set[int] = set_()
     verdicts: dict[str, bool] = dict_()
     watched: list[Any] = list_()
+    rarely: list[Any] = list_()
     sealed: dict[str, Any] = dict_()
     seen: set[str] = set_()
     loaded: set[str] = set_()
@@ -120,7 +122,7 @@ def make_guard(
     protected: set[Any] = set_()
     current: list[Thing] = list_()
     params: dict[Thing, Thing] = dict_()
-    blake, compile_, partial, getattr_ = _blake, compile, _partial, getattr
+    blake, compile_, partial, getattr_, chain = _blake, compile, _partial, getattr, _chain
     data: list[Thing] = list_()
     dumps, modules, identity = _dumps, sys.modules, id
     clock, looked, lost = _clock, [0.0, 0.0], _lost()
@@ -188,10 +190,13 @@ def make_guard(
         alone()
 
     def alone() -> None:
+        me = ident()
+        busy.add(me)  # each look at a frame's code is an audited event
         frame: Where = getframe(2)
         while enforce and "wraps" not in allow and (frame := frame.f_back) is not None:
             if strange(frame.f_code.co_filename):
                 fatal("forged_end", f"a test was called by {frame.f_code.co_filename}:{frame.f_lineno}")
+        busy.discard(me)
 
     def sign(data: bytes, key: bytes) -> Thing:
         return blake(data, key=key, digest_size=8).hexdigest().encode()
@@ -311,7 +316,7 @@ def make_guard(
         themselves included; else only the agent's code must not. slow: looked at after each test, not at each assert."""
         space = vars_of(holder) if isinstance_(holder, type_) else holder.__dict__
         keys = tuple_(names)
-        watched.append((label, space.get, keys, tuple_(map_(space.get, keys)), exact, slow))
+        (rarely if slow else watched).append((label, space.get, keys, tuple_(map_(space.get, keys)), exact))
 
     def seal(space: dict[str, Any]) -> None:
         """The functions, classes and modules that a test file consists of, when it has just been executed."""
@@ -325,10 +330,10 @@ def make_guard(
         sealed[name] = space
         mine = tuple_(key for key in keys if type_(space[key]) is function and space[key].__code__.co_filename == name)
         rest = tuple_(key for key in keys if key not in mine)
-        watched.append((name, space.get, mine, tuple_(map_(space.get, mine)), True, False))
-        watched.append((name, space.get, rest, tuple_(map_(space.get, rest)), False, False))
+        watched.append((name, space.get, mine, tuple_(map_(space.get, mine)), True))
+        watched.append((name, space.get, rest, tuple_(map_(space.get, rest)), False))
         absent = tuple_(key for key in used.pop(name, ()) if key in known and key not in space)
-        watched.append((name, space.get, absent, (None,) * len_(absent), None, False))
+        watched.append((name, space.get, absent, (None,) * len_(absent), None))
         for value in tuple_(space.values()):
             if isinstance_(value, type_) and vars_of(value).get("__module__") == space.get("__name__"):
                 classes[value] = class_parts(value)
@@ -395,8 +400,8 @@ def make_guard(
         above = {key for base in mro(one)[1:] for key in vars_of(base)}
         absent = tuple_(key for key in above if key not in space)
         return [
-            (one.__qualname__, space.get, mine, tuple_(map_(space.get, mine)), False, False),
-            (one.__qualname__, space.get, absent, (None,) * len_(absent), None, False),
+            (one.__qualname__, space.get, mine, tuple_(map_(space.get, mine)), False),
+            (one.__qualname__, space.get, absent, (None,) * len_(absent), None),
         ]
 
     def owner(value: Thing, depth: int = 0) -> str:
@@ -424,8 +429,8 @@ def make_guard(
     def check(*, settled: bool = False) -> None:
         """Before each assert and at each end; settled: after a test's teardown, when nothing may be replaced any more."""
         returned()
-        for label, get, keys, values, exact, slow in (*watched, *of_class):
-            if (slow and not settled) or all_(map_(is_, map_(get, keys), values)):
+        for label, get, keys, values, exact in chain(watched, of_class, rarely if settled else ()):
+            if all_(map_(is_, map_(get, keys), values)):
                 continue
             me = ident()
             inner = me in busy
@@ -548,9 +553,10 @@ def make_guard(
             code = what.__code__
         else:
             return
-        frame = acting(frame, lookers)
-        if frame is not None and code in protected and strange(frame.f_code.co_filename):
-            object_to("reads_frames", "frames", frame, name)
+        if code in protected:
+            frame = acting(frame, lookers)
+            if frame is not None and strange(frame.f_code.co_filename):
+                object_to("reads_frames", "frames", frame, name)
 
     def on_setattr(event: str, args: Thing, frame: Where) -> None:
         what, name = args[0], args[1]

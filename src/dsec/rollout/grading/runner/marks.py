@@ -286,9 +286,7 @@ def _call(what: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _at(node: ast.stmt, where: ast.AST | None) -> ast.stmt:
-    line = getattr(where, "lineno", 1)
-    for one in ast.walk(node):
-        if isinstance(one, (ast.expr, ast.stmt)) and not hasattr(one, "lineno"):
-            one.lineno = one.end_lineno = line
-            one.col_offset = one.end_col_offset = 0
+    """Gives it a place; what is inside gets it from there (`fix_missing_locations`)."""
+    node.lineno = node.end_lineno = getattr(where, "lineno", 1)
+    node.col_offset = node.end_col_offset = 0
     return node
