@@ -653,9 +653,9 @@ def test_every_method_of_a_sandbox_is_there_with_its_arguments(of: type, plain: 
 
 async def test_a_name_alone_finds_the_rollouts_of_all_jobs(platform: Platform) -> None:
     async with platform.client.job("found-by-name") as job:
-        for opening in (job.rollout("same", ARGS), platform.client.rollout("same", ARGS)):
+        for opening in (job.rollout("found by name", ARGS), platform.client.rollout("found by name", ARGS)):
             async with opening:
                 pass
-    jobs = [info.job async for info in platform.client.rollouts.list(name="same")]
+    jobs = [info.job async for info in platform.client.rollouts.list(name="found by name")]
     assert len(jobs) == 2 and "" in jobs
-    assert [info async for info in platform.client.rollouts.list(name="other")] == []
+    assert [info async for info in platform.client.rollouts.list(name="of nobody")] == []
