@@ -45,6 +45,7 @@ class Terrain(NamedTuple):
     changed: frozenset[str] | None
     allow: frozenset[str]
     program: str  # the runner's own file
+    uid: int  # whom the tests run as
     climbs: (
         bool  # whether any changed file has the words by which one gets from a frame to others and to what they hold
     )
@@ -103,7 +104,7 @@ def make_guard(
         join(stdlib, name)
         for name in ("code.py", "codeop.py", "runpy.py", "importlib/", "py_compile.py", "zipimport.py")
     )
-    open_, fstat = open, os.fstat
+    open_, fstat, lstat, uid = open, os.fstat, os.lstat, terrain.uid
     quoting = join(stdlib, "traceback.py")
     busy: set[int] = set_()
     verdicts: dict[str, bool] = dict_()
@@ -140,17 +141,23 @@ def make_guard(
             leave(tampered)
 
     def strange(path: str) -> bool:
-        """Whether code of this file may be the agent's."""
+        """Whether code of this file may be the agent's. What it wrote while it ran is, too: that is the tests' user's."""
         known = verdicts.get(path)
         if known is None:
-            if path in changed or not (path.endswith(".py") or path in ours or path.startswith("<frozen ")):
-                known = True  # what no file of Python is was made at run time: templates, say
-            elif path.startswith(trusted):
+            if path in ours or path.startswith("<frozen "):
                 known = False
+            elif path in changed or not path.endswith(".py") or not was_there(path):
+                known = True  # what no file has was made at run time: templates, say
             else:
-                known = not (enforce and path.startswith(workdir))
+                known = not (path.startswith(trusted) or (enforce and path.startswith(workdir)))
             verdicts[path] = known
         return known
+
+    def was_there(path: str) -> bool:
+        try:
+            return lstat(path).st_uid != uid
+        except anything:
+            return False
 
     def beyond_stdlib(frame: Where) -> Where:
         """The first frame that is not of the standard library or the import system: on whose behalf those act."""
@@ -582,7 +589,7 @@ def make_guard(
             if by is not None and strange(by.f_code.co_filename):
                 path = name if event == "compile" else frame.f_locals.get("bytecode_path")
                 if not genuine(path, args[0]):
-                    object_to("forged_code", "code", by, event)
+                    object_to("forged_code", "code", by, f"{event} of {path}")
 
     def genuine(path: Thing, data: Thing) -> bool:
         """Whether code that the import system makes on somebody's behalf is that of a file which only root can have written."""

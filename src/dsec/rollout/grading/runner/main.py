@@ -594,6 +594,7 @@ def observe(job: dict[str, Any]) -> dict[str, Any]:
         changed=own,
         allow=frozenset(job.get("allow", ())),
         program=os.path.abspath(__file__),
+        uid=job["uid"],
         climbs=own is None or any(map(_climbs, own)),
     )
     guard = make_guard(child_events, terrain, secrets, plan.hidden)

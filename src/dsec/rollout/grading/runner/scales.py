@@ -21,13 +21,12 @@ def make_weigh(
     abs_, min_, zip_ = abs, min, zip
     tuple_, set_, list_, dict_, str_, bytes_, int_, float_ = tuple, set, list, dict, str, bytes, int, float
     bool_, object_, frozenset_ = bool, object, frozenset
-    failed, anything, missing = AssertionError, Exception, AttributeError
+    failed, anything = AssertionError, Exception
     random, number = os.urandom, int.from_bytes
-    new, put, read, mro = object.__new__, object.__setattr__, object.__getattribute__, type.__dict__["__mro__"].__get__
-    vars_of, member = type.__dict__["__dict__"].__get__, type(type("", (), {"__slots__": ("one",)}).__dict__["one"])
+    mro = type.__dict__["__mro__"].__get__
     plain = frozenset_((int_, str_, bytes_, float_, bool_, complex, type_(None), bytearray, range, type_(...)))
     walked = frozenset_((list_, tuple_, set_, frozenset_, dict_))
-    items_of, read_type = tuple.__iter__, type.__getattribute__
+    items_of = tuple.__iter__
     bases: Thing = (
         (int_, int.__int__),
         (float_, float.__float__),
@@ -47,25 +46,29 @@ def make_weigh(
 
     # what lies beside a value ---------------------------------------------------------------------------------------
 
-    def beside(value: Thing) -> Thing:
+    def beside(value: Thing, depth: int = 0) -> Thing:
         """Values that differ from it and look as likely; [] where none can be made."""
         kind = type_(value)
         if kind is int_ or kind is float_:
             step = kind(below(8) + 2)
             tens = kind(10 ** (len_(str_(abs_(int_(value)))) if value == value and value - value == 0 else 1))
-            return [value + 1, value - step, value + tens, value - tens, value * 2 + (value == 0), value + tens * step]
+            near = [value + 1, value - step, value + tens, value - tens, value * 2 + (value == 0), value + tens * step]
+            return [one for one in near if one != value]  # infinite and large ones stay what they are
         if kind is bool_:
             return [not value]
         if kind is str_ or kind is bytes_:
             return [one for _ in range_(6) if (one := other_text(value)) != value]
         if kind is list_ or kind is tuple_:
-            return [kind(one) for one in other_items(list_(value))]
+            return [kind(one) for one in other_items(list_(value), depth)]
         if kind is dict_:
             keys = list_(value)
-            return [dict_(zip_(keys, one)) for one in other_items(list_(value.values())) if len_(one) == len_(keys)]
-        if kind in plain or kind in walked:
-            return []
-        return [one for _ in range_(3) if (one := other_object(value)) is not None]
+            return [
+                dict_(zip_(keys, one)) for one in other_items(list_(value.values()), depth) if len_(one) == len_(keys)
+            ]
+        for base, raw in bases if kind not in plain and kind not in walked else ():
+            if base in mro(kind):
+                return beside(raw(value), depth + 1)
+        return []  # objects: which of their fields an equality looks at is for their class to say
 
     def other_text(text: Thing) -> Thing:
         at = below(len_(text) + 1)
@@ -73,39 +76,11 @@ def make_weigh(
         new_one = letter if type_(text) is str_ else letter.encode()
         return text[:at] + new_one + text[at + below(2) :]
 
-    def other_items(items: Thing) -> Thing:
+    def other_items(items: Thing, depth: int) -> Thing:
         made = [[*items, items[-1] if items else 0]]
-        for at in range_(min_(len_(items), 3)):
-            made += [[*items[:at], one, *items[at + 1 :]] for one in beside(items[at])[:2]]
+        for at in range_(min_(len_(items), 3) if depth < 3 else 0):
+            made += [[*items[:at], one, *items[at + 1 :]] for one in beside(items[at], depth + 1)[:2]]
         return made
-
-    def other_object(value: Thing) -> Thing:
-        """One of its class of which every field that can be made otherwise is so. None: it has no such field."""
-        kind = type_(value)
-        try:
-            for base, raw in bases:
-                if base in mro(kind):
-                    near = beside(raw(value))
-                    return base.__new__(kind, near[below(len_(near))])
-            made, changed = new(kind), False
-            for name, now in fields(value, kind):
-                near = beside(now) if type_(now) in plain or type_(now) in walked else []
-                changed = changed or len_(near) > 0
-                put(made, name, near[below(len_(near))] if near else now)
-        except anything:  # a class with another layout, or fields that cannot be set
-            return None
-        return made if changed else None
-
-    def fields(value: Thing, kind: Thing) -> Thing:
-        found = list_(read(value, "__dict__").items()) if read_type(kind, "__dictoffset__") else []
-        for one in mro(kind):
-            for name, part in vars_of(one).items():
-                if type_(part) is member:
-                    try:
-                        found.append((name, part.__get__(value)))
-                    except missing:
-                        continue
-        return found
 
     # asking ---------------------------------------------------------------------------------------------------------
 
