@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import dsec
@@ -70,6 +71,22 @@ async def test_tests_that_only_load_with_the_fix(
     assert (verdict.reward, verdict.reason) == (0.0, GradeReason.RUN_CRASHED), verdict
     verdict = await grade(client, layers, file("src/shop/new.py", "\n"), **asked)  # type: ignore[arg-type]
     assert (verdict.reward, verdict.reason) == (1.0, GradeReason.PASSED), verdict
+
+
+async def test_a_file_that_only_loads_with_the_fix(
+    client: dsec.DSecClient, layers: tuple[str, str], store: LayerStore, tmp_path: Path
+) -> None:
+    """The same of a test file, where pytest is told to go on without it."""
+    hidden = {"tests/test_new.py": "from shop import new\n\n\ndef test_new():\n    pass\n"}
+    tests = publish(store, tmp_path, "grading-shop-tests-file", "toolkit", hidden)
+    asked = {
+        "expect": dsec.TestSet(("tests/test_new.py::test_new",), ("tests/test_prices.py::test_parse_whole",)),
+        "hidden": tests,
+        "runner": msgspec.structs.replace(RUNNER, arguments=("-q", "--continue-on-collection-errors")),
+    }
+    verdict = await grade(client, layers, **asked)  # type: ignore[arg-type]
+    assert (verdict.reward, verdict.valid) == (0.0, True), verdict
+    assert "missing" in {test.outcome for test in verdict.evidence.failed}
 
 
 async def test_a_hanging_import_is_a_zero_in_time(client: dsec.DSecClient, layers: tuple[str, str]) -> None:

@@ -92,6 +92,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     even be started (no such interpreter, no pytest, no such directory), "" else. Failures of the code under test (it cannot
     be imported, say) are none of these: they are reports, or missing ones. output_bytes: all that the tests printed; tail:
     its end. seconds: wall clock. left: processes that still lived when the main process had ended; they are dead now.
+    uncollected: files and the like that pytest could not collect.
     """
 
     nonce: str
@@ -105,3 +106,4 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     output_bytes: int = 0
     seconds: float = 0.0
     left: int = 0
+    uncollected: int = 0

@@ -61,6 +61,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     broken: str = ""
     signals: tuple[Signal, ...] = ()
     status: int | None = None
+    uncollected: int = 0
     output: str = ""
     output_bytes: int = 0
 
@@ -207,6 +208,7 @@ async def _pytest(bench: Bench, spec: GradeSpec, runner: PytestRunner) -> Ran:
         judged=verdict.of_observation(spec.expect, seen, run),
         signals=verdict.signals_of(seen),
         status=seen.status,
+        uncollected=seen.uncollected,
         output=seen.tail[-TAIL:],
         output_bytes=seen.output_bytes,
     )

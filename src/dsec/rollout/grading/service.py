@@ -174,7 +174,7 @@ class Grader:
         """Raise _Lost for tests that a run without any change does not know either, although it could collect everything: then
         whoever named them is wrong, and not the code."""
         control = await self._once(grade_id, spec, progress, with_changes=False)
-        if not isinstance(control, Ran) or control.status not in _COLLECTED:
+        if not isinstance(control, Ran) or control.status not in _COLLECTED or control.uncollected:
             return
         if unknown := sorted(missing & _missing(control)):
             raise _Lost(

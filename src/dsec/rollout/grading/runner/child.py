@@ -74,6 +74,10 @@ class Reporter:
         self._guard.settled(self._hooks(item.config.pluginmanager.hook))
         self._say("E", item.nodeid, self._worst)
 
+    def pytest_collectreport(self, report: Thing) -> None:
+        if report.failed:
+            self._say("C", report.nodeid)
+
     def pytest_collection_finish(self, session: Thing) -> None:
         self._guard.collected(session.items)
 

@@ -360,6 +360,7 @@ class Seen:
         self._counts: dict[str, int] = {}
         self.code: int | None = None
         self.failure = ""
+        self.uncollected = 0
         self.output = bytearray()
         self.output_bytes = 0
         self.event_bytes = 0
@@ -420,6 +421,9 @@ class Seen:
                 self.signal("disorder", f"{test!r} ended, but did not begin", forged=True)
             self._test = None
             self._report(test, outcome, now - self._began)
+        elif kind == b"C":
+            (_,) = json.loads(rest)
+            self.uncollected += 1
         elif kind == b"D":
             self.code = int(rest)
         elif kind == b"X":
@@ -667,6 +671,7 @@ def verdict(job: dict[str, Any], seen: Seen, status: int, timed_out: bool, left:
         "output_bytes": seen.output_bytes,
         "seconds": round(seconds, 6),
         "left": left,
+        "uncollected": seen.uncollected,
     }
 
 
