@@ -48,9 +48,9 @@ async def _measure(count: int) -> Report:
 def _step(rollout: Rollout, number: int) -> Coroutine[Any, Any, Answer]:
     made: tuple[Callable[[], Coroutine[Any, Any, Answer]], ...] = (
         lambda: rollout.run_shell(f"echo {number} >> /lines; seq 20"),
-        lambda: rollout.files.write(f"/work/f{number % 97}.py", f"x = {number}\n" * 50),
+        lambda: rollout.files.write(f"/root/f{number % 97}.py", f"x = {number}\n" * 50),
         lambda: rollout.exec(["sh", "-c", "echo $0 >> /lines; exit 3", str(number)], env={"STEP": str(number)}),
-        lambda: rollout.files.read(f"/work/f{(number - 2) % 97}.py") if number > 97 * 4 else rollout.files.stat("/"),
+        lambda: rollout.files.read(f"/root/f{(number - 2) % 97}.py") if number > 97 * 4 else rollout.files.stat("/"),
     )
     return made[number % 4]()
 

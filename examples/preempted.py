@@ -20,8 +20,8 @@ async def episode(rollout: Rollout) -> float:
     """What would be a loop around a model: each turn depends on what the sandbox said before."""
     said = "start"
     for turn in range(TURNS):
-        await rollout.files.write("/work/note.txt", f"turn {turn}, after {said!r}\n")
-        result = await rollout.run_shell("cat /work/note.txt >> /work/log; sleep 0.05; wc -l < /work/log", check=True)
+        await rollout.files.write("/root/note.txt", f"turn {turn}, after {said!r}\n")
+        result = await rollout.run_shell("cat /root/note.txt >> /root/log; sleep 0.05; wc -l < /root/log", check=True)
         said = result.text.strip()
         print(f"turn {turn}: {'replayed' if result.replayed else 'live'}, {said} lines", flush=True)
     return 1.0 if said == str(TURNS) else 0.0
